@@ -1,0 +1,1 @@
+"""`relax`: the front door."""

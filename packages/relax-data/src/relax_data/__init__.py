@@ -1,0 +1,1 @@
+"""Data plane of Relax. Importing it needs neither torch nor ray."""

@@ -1,0 +1,250 @@
+"""What flows between the packages: prompts, samples, groups, training batches. Needs numpy only."""
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+WeightVersion = int
+"""Number of the policy: 0 for the start weights, one more after each training step, counted over resumes.
+
+The weights that rollout ``k`` of a colocate run is generated with have version ``k``.
+"""
+
+Messages = list[dict[str, Any]]
+
+
+class SampleStatus(enum.StrEnum):
+    """How far the generation of a sample has come."""
+
+    PENDING = "pending"
+    """Nothing, or a part of the response is there and generation will go on."""
+    COMPLETED = "completed"
+    """The model ended it: end-of-sequence or a stop string."""
+    TRUNCATED = "truncated"
+    """The length budget ended it."""
+    ABORTED = "aborted"
+    """We interrupted it; what it has may be continued or thrown away."""
+    FAILED = "failed"
+    """Its generation or its reward raised; ``Sample.error`` says what."""
+
+    @property
+    def finished(self) -> bool:
+        """True when the response is whole and may be scored."""
+        return self in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+
+
+@dataclasses.dataclass(slots=True)
+class Prompt:
+    """One row of the prompt data, ready to generate from.
+
+    Attributes:
+        ordinal: position in the whole run, 0-based over all epochs: the identity of this prompt in ledger and logs.
+        epoch: 0-based epoch it belongs to.
+        source: ``file:line`` (1-based line or row), for error messages.
+        text: the prompt as the model sees it, after the chat template.
+        input_ids: its tokens.
+        label: ground truth for the reward, or None.
+        messages: the chat messages it was made from, or None for plain text.
+        metadata: whatever the row holds under ``--metadata-key``.
+        multimodal: paths or objects by modality (``{"image": [...]}``); empty for text.
+    """
+
+    ordinal: int
+    epoch: int
+    source: str
+    text: str
+    input_ids: list[int]
+    label: Any = None
+    messages: Messages | None = None
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    multimodal: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(slots=True)
+class Sample:
+    """One response to one prompt, with what is known of each of its tokens.
+
+    ``tokens``, ``log_probs``, ``versions`` and ``loss_mask`` have one entry a response token and grow only through
+    :meth:`append`, so they cannot drift apart.
+
+    Attributes:
+        prompt: what it answers.
+        index: 0-based number among the responses to this prompt.
+        tokens: response token ids.
+        log_probs: natural log-probability the engine gave each token when it sampled it.
+        versions: policy version that sampled each token.
+        loss_mask: 1 where the token is trained on, 0 where it is not (tool output, masked off-policy tokens).
+        response: decoded response.
+        reward: score, None until it was computed.
+        reward_info: further values the reward function returned.
+        aborted_count: how often it was interrupted.
+        error: why its status is FAILED.
+    """
+
+    prompt: Prompt
+    index: int
+    status: SampleStatus = SampleStatus.PENDING
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[WeightVersion] = dataclasses.field(default_factory=list)
+    loss_mask: list[int] = dataclasses.field(default_factory=list)
+    response: str = ""
+    reward: float | None = None
+    reward_info: dict[str, Any] = dataclasses.field(default_factory=dict)
+    aborted_count: int = 0
+    error: str | None = None
+
+    @property
+    def name(self) -> str:
+        """How messages call it: the row it came from and its number in the group."""
+        return f"{self.prompt.source} response {self.index}"
+
+    @property
+    def total_length(self) -> int:
+        """Prompt plus response, tokens."""
+        return len(self.prompt.input_ids) + len(self.tokens)
+
+    @property
+    def oldest_version(self) -> WeightVersion | None:
+        """Oldest policy version among its tokens; None before the first token."""
+        return min(self.versions) if self.versions else None
+
+    def append(
+        self,
+        tokens: Sequence[int],
+        log_probs: Sequence[float],
+        versions: WeightVersion | Sequence[WeightVersion],
+        *,
+        loss_mask: int | Sequence[int] = 1,
+    ) -> None:
+        """Adds response tokens; the only operation that changes the per-token columns.
+
+        Args:
+            tokens: new token ids.
+            log_probs: log-probability of each.
+            versions: policy version of each, or one for all.
+            loss_mask: 1 or 0 of each, or one for all.
+
+        Raises:
+            ValueError: the columns differ in length, or a log-probability is NaN. Nothing is added then.
+        """
+        n = len(tokens)
+        new_versions = [versions] * n if isinstance(versions, int) else list(versions)
+        new_mask = [loss_mask] * n if isinstance(loss_mask, int) else list(loss_mask)
+        for column, values in (("log_probs", log_probs), ("versions", new_versions), ("loss_mask", new_mask)):
+            if len(values) != n:
+                raise ValueError(f"{self.name}: {n} tokens but {len(values)} {column}")
+        if any(p != p for p in log_probs):
+            raise ValueError(f"{self.name}: the engine returned a log-probability that is not a number")
+        self.tokens.extend(tokens)
+        self.log_probs.extend(log_probs)
+        self.versions.extend(new_versions)
+        self.loss_mask.extend(new_mask)
+
+    def restart(self) -> None:
+        """Forgets the response, so that generation starts again from the clean prompt."""
+        for column in (self.tokens, self.log_probs, self.versions, self.loss_mask):
+            column.clear()
+        self.response, self.reward, self.reward_info = "", None, {}
+        self.status, self.error = SampleStatus.PENDING, None
+
+
+@dataclasses.dataclass(slots=True)
+class SampleGroup:
+    """All responses to one prompt: the unit that GRPO normalises over and that filters keep or drop."""
+
+    prompt: Prompt
+    samples: list[Sample]
+
+    @classmethod
+    def start(cls, prompt: Prompt, n_samples: int) -> "SampleGroup":
+        """A group of ``n_samples`` empty samples."""
+        return cls(prompt, [Sample(prompt, i) for i in range(n_samples)])
+
+    @property
+    def finished(self) -> bool:
+        return all(s.status.finished for s in self.samples)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of all samples; an assertion holds that each has one."""
+        assert all(s.reward is not None for s in self.samples), "rewards asked for before they were computed"
+        return [float(s.reward) for s in self.samples if s.reward is not None]
+
+
+@dataclasses.dataclass
+class TrainBatch:
+    """What one training step consumes, as numpy columns (cheap to send between processes). ``n`` samples.
+
+    Attributes:
+        rollout_id: absolute id of the rollout it came from.
+        tokens: per sample int64 ``[prompt + response]``.
+        response_lengths: int64 ``[n]``.
+        loss_masks: per sample float32 ``[response]``.
+        rollout_log_probs: per sample float32 ``[response]``, natural log, as the engine returned them.
+        rewards: float32 ``[n]``.
+        group_ids: int64 ``[n]``, equal for the responses to one prompt (the prompt's ordinal).
+        oldest_versions: int64 ``[n]``, oldest policy version among each sample's tokens.
+        names: how messages call each sample.
+    """
+
+    rollout_id: int
+    tokens: list[np.ndarray]
+    response_lengths: np.ndarray
+    loss_masks: list[np.ndarray]
+    rollout_log_probs: list[np.ndarray]
+    rewards: np.ndarray
+    group_ids: np.ndarray
+    oldest_versions: np.ndarray
+    names: list[str]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def total_lengths(self) -> np.ndarray:
+        """int64 ``[n]``: prompt plus response tokens of each sample."""
+        return np.array([len(t) for t in self.tokens], dtype=np.int64)
+
+    @classmethod
+    def from_groups(cls, groups: Iterable[SampleGroup], rollout_id: int) -> "TrainBatch":
+        """Makes the columns of all samples of ``groups``, in order.
+
+        Raises:
+            ValueError: a sample is unfinished, has no reward or no response token; the message names it.
+        """
+        samples = [s for g in groups for s in g.samples]
+        for s in samples:
+            if not s.status.finished or s.reward is None or not s.tokens:
+                raise ValueError(
+                    f"{s.name} cannot be trained on: status {s.status}, reward {s.reward}, {len(s.tokens)} tokens"
+                )
+        return cls(
+            rollout_id=rollout_id,
+            tokens=[np.array(s.prompt.input_ids + s.tokens, dtype=np.int64) for s in samples],
+            response_lengths=np.array([len(s.tokens) for s in samples], dtype=np.int64),
+            loss_masks=[np.array(s.loss_mask, dtype=np.float32) for s in samples],
+            rollout_log_probs=[np.array(s.log_probs, dtype=np.float32) for s in samples],
+            rewards=np.array([s.reward for s in samples], dtype=np.float32),
+            group_ids=np.array([s.prompt.ordinal for s in samples], dtype=np.int64),
+            oldest_versions=np.array([s.oldest_version for s in samples], dtype=np.int64),
+            names=[s.name for s in samples],
+        )
+
+    def select(self, indices: Sequence[int]) -> "TrainBatch":
+        """The samples at ``indices``, in that order."""
+        index = np.asarray(indices, dtype=np.int64)
+        return TrainBatch(
+            rollout_id=self.rollout_id,
+            tokens=[self.tokens[i] for i in indices],
+            response_lengths=self.response_lengths[index],
+            loss_masks=[self.loss_masks[i] for i in indices],
+            rollout_log_probs=[self.rollout_log_probs[i] for i in indices],
+            rewards=self.rewards[index],
+            group_ids=self.group_ids[index],
+            oldest_versions=self.oldest_versions[index],
+            names=[self.names[i] for i in indices],
+        )

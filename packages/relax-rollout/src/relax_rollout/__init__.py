@@ -1,0 +1,1 @@
+"""Rollouts for RL post-training: engines, the rollout loop, rewards, filters."""

@@ -1,0 +1,1 @@
+"""Megatron-core training for RL post-training."""

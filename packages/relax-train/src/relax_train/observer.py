@@ -1,0 +1,40 @@
+"""What a training run tells to whoever watches it (profilers, memory recorders). Needs no torch."""
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol
+
+Phase = Literal["train_overall", "train_log_probs", "train_actor"]
+
+
+class StepObserver(Protocol):
+    """Called by the trainer on each rank.
+
+    ``offset`` counts the training steps of this launch from 0, whatever was resumed. ``train_overall`` is the whole
+    step (log-probs, advantages, forward, backward, optimizer); the other phases lie inside it.
+    """
+
+    def before_model(self) -> None:
+        """Before the first parameter is allocated."""
+        ...
+
+    def phase(self, name: Phase, offset: int) -> AbstractContextManager[None]:
+        """Surrounds a phase; an exception passes through it unchanged."""
+        ...
+
+    def close(self) -> None:
+        """At the end of the run, also of a failed one; may be called twice."""
+        ...
+
+
+class NullObserver:
+    """Observes nothing."""
+
+    def before_model(self) -> None:
+        pass
+
+    def phase(self, name: Phase, offset: int) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        pass

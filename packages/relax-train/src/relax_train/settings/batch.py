@@ -1,0 +1,90 @@
+"""How the samples of a rollout are divided into optimizer steps and micro-batches."""
+
+import dataclasses
+from typing import ClassVar
+
+from relax_data.options import flag, option
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchSettings:
+    """Flags of batching."""
+
+    TITLE: ClassVar[str] = "Batching"
+
+    global_batch_size: int | None = option(
+        None, "Samples of one optimizer step; default: all samples of a rollout / --num-steps-per-rollout."
+    )
+    num_steps_per_rollout: int | None = option(
+        None, "Optimizer steps on the samples of one rollout; default: 1, or what --global-batch-size gives."
+    )
+    micro_batch_size: int = option(1, "Samples of one forward pass, without --use-dynamic-batch-size.")
+    use_dynamic_batch_size: bool = option(
+        False, "Fill each micro-batch up to a number of tokens; needs --max-tokens-per-gpu."
+    )
+    max_tokens_per_gpu: int | None = option(
+        None, "Most tokens of a micro-batch on one GPU: a micro-batch holds at most this x the context-parallel size."
+    )
+    log_probs_max_tokens_per_gpu: int | None = option(
+        None, "The same for forward-only log-prob passes; default: --max-tokens-per-gpu."
+    )
+    balance_data: bool = option(
+        False, "Spread the samples of an optimizer step so that all data-parallel ranks get about as many tokens."
+    )
+
+    @property
+    def log_probs_cap(self) -> int | None:
+        """Tokens per GPU of a forward-only micro-batch; None without dynamic batches."""
+        return self.log_probs_max_tokens_per_gpu or self.max_tokens_per_gpu
+
+    def samples_per_step(self, n_samples: int) -> int:
+        """Samples of one optimizer step when a rollout has ``n_samples``.
+
+        Raises:
+            ValueError: they do not divide; the message shows the arithmetic.
+        """
+        steps, size = self.num_steps_per_rollout, self.global_batch_size
+        if size is not None and steps is not None and size * steps != n_samples:
+            raise ValueError(
+                f"--num-steps-per-rollout {steps} x --global-batch-size {size} = {steps * size} samples, but a rollout "
+                f"has {n_samples}: drop one of the two flags, or make them agree with "
+                "--rollout-batch-size x --n-samples-per-prompt"
+            )
+        if size is not None:
+            if n_samples % size:
+                raise ValueError(
+                    f"a rollout of {n_samples} samples (--rollout-batch-size x --n-samples-per-prompt) is "
+                    f"{n_samples // size} x --global-batch-size {size} + {n_samples % size}: it must be a multiple"
+                )
+            return size
+        steps = steps or 1
+        if n_samples % steps:
+            raise ValueError(
+                f"a rollout of {n_samples} samples (--rollout-batch-size x --n-samples-per-prompt) cannot be divided "
+                f"into --num-steps-per-rollout {steps} equal steps: {n_samples % steps} samples are left over"
+            )
+        return n_samples // steps
+
+    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
+        """Everything wrong with these values; ``given`` holds the fields that the user set."""
+        found = []
+        for name in (
+            "global_batch_size",
+            "num_steps_per_rollout",
+            "micro_batch_size",
+            "max_tokens_per_gpu",
+            "log_probs_max_tokens_per_gpu",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(f"{flag(name)} {value} must be at least 1")
+        if self.use_dynamic_batch_size:
+            if self.max_tokens_per_gpu is None:
+                found.append("--use-dynamic-batch-size needs --max-tokens-per-gpu, for example 9216")
+            if "micro_batch_size" in given:
+                found.append("--micro-batch-size has no effect with --use-dynamic-batch-size: drop one of the two")
+        else:
+            for name in ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu"):
+                if name in given:
+                    found.append(f"{flag(name)} has no effect without --use-dynamic-batch-size: add it or drop the flag")
+        return found

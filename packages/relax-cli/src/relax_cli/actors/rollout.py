@@ -1,0 +1,127 @@
+"""The Ray actor that drives generation: prompts, engines' clients, rewards, evaluation, engine profiling."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from relax_cli.actors.process import start_log
+
+
+class RolloutActor:
+    """One per run. Async, so that hundreds of requests share its event loop."""
+
+    def __init__(self, config: Any, engine_info: list[dict[str, Any]]) -> None:
+        """Opens prompts and reward, and connects to the engines.
+
+        Args:
+            config: the run's ``RunConfig``.
+            engine_info: what ``EngineActor.start`` returned, in engine order.
+        """
+        start_log(config.run_dir, "rollout")
+        from relax_data.source import open_prompts
+        from relax_rollout.loop import RolloutLoop
+        from relax_rollout.rewards import build_reward
+        from relax_rollout.sglang.client import SGLangEngine
+        from transformers import AutoTokenizer
+
+        self._config = config
+        self._tokenizer = AutoTokenizer.from_pretrained(config.train.model.hf_checkpoint)
+        self._source = open_prompts(config.data, self._tokenizer, num_epoch=config.run.num_epoch)
+        self._reward = build_reward(config.reward)
+        self._engines = [
+            SGLangEngine(info["url"], name=info["name"], log_path=info["log_path"]) for info in engine_info
+        ]
+        self._loop = RolloutLoop(
+            config.rollout,
+            engines=self._engines,
+            source=self._source,
+            reward=self._reward,
+            tokenizer=self._tokenizer,
+            concurrency=config.sglang.sglang_server_concurrency,
+        )
+        self._profiler = self._build_profiler([info["url"] for info in engine_info])
+        self._eval_prompts: dict[str, Any] | None = None
+
+    def _build_profiler(self, urls: list[str]) -> Any:
+        settings = self._config.sglang_profile
+        if not settings.sglang_profile:
+            return None
+        from relax_profiling.sglang import RolloutProfiler
+
+        return RolloutProfiler(settings, urls, self._config.trace_dir / "sglang_trace")
+
+    async def ready(self) -> bool:
+        """True once prompts, tokenizer and reward are loaded; raises what went wrong with them."""
+        return True
+
+    async def prompts_per_epoch(self) -> int | None:
+        """Prompts of one epoch after the filters, None when a stream does not know."""
+        return len(self._source)
+
+    @contextlib.asynccontextmanager
+    async def _profiled(self, rollout_id: int) -> AsyncIterator[None]:
+        if self._profiler is None:
+            yield
+            return
+        async with self._profiler.rollout(rollout_id):
+            yield
+
+    async def generate(self, rollout_id: int, version: int) -> dict[str, Any]:
+        """One rollout.
+
+        Returns:
+            ``{"groups": list[SampleGroup], "metrics": dict[str, float]}``; ``groups`` is empty at the end of the data.
+        """
+        async with self._profiled(rollout_id):
+            result = await self._loop.generate(rollout_id, version)
+        return {"groups": result.groups, "metrics": result.metrics}
+
+    async def evaluate(self) -> dict[str, float]:
+        """Evaluates all of ``--eval-prompt-data`` with the weights the engines serve now."""
+        from relax_rollout.evaluation import evaluate
+
+        if self._eval_prompts is None:
+            self._eval_prompts = self._open_eval_prompts()
+        return await evaluate(
+            self._engines,
+            self._eval_prompts,
+            self._reward,
+            self._config.eval,
+            self._config.rollout,
+            tokenizer=self._tokenizer,
+        )
+
+    def _open_eval_prompts(self) -> dict[str, Any]:
+        from relax_data.source import open_prompts
+
+        names_and_paths = self._config.eval.eval_prompt_data or ()
+        prompts = {}
+        for name, path in zip(names_and_paths[::2], names_and_paths[1::2], strict=True):
+            source = open_prompts(self._config.data, self._tokenizer, num_epoch=1, paths=(path,), shuffle=False)
+            prompts[name] = source.next(len(source))
+        return prompts
+
+    async def weight_versions(self) -> list[int]:
+        """The version each engine serves, asked of the engines themselves."""
+        return [await engine.weight_version() for engine in self._engines]
+
+    async def release_memory(self) -> None:
+        """Gives the GPUs to the trainer."""
+        for engine in self._engines:
+            await engine.release_memory(("kv_cache", "weights"))
+
+    async def resume_memory(self, tags: tuple[str, ...]) -> None:
+        """Takes GPU memory back; after ``weights`` a push must follow before anything is generated."""
+        for engine in self._engines:
+            await engine.resume_memory(tags)
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Prompt cursor, buffered groups: what a resumed run needs to go on with exactly the next prompt."""
+        return self._loop.state_dict()
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loop.load_state_dict(state)
+
+    async def close(self) -> None:
+        for engine in self._engines:
+            await engine.close()

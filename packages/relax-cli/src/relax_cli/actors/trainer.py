@@ -1,0 +1,114 @@
+"""The Ray actor of one training rank."""
+
+import os
+import socket
+import time
+from typing import Any
+
+from relax_cli.actors.process import start_log
+
+
+class TrainActor:
+    """Holds one rank of the trainer. All methods but :meth:`place` are collective: call them on every rank."""
+
+    def __init__(self, config: Any, *, rank: int, world_size: int, threads: int) -> None:
+        start_log(config.run_dir, f"trainer_rank{rank}")
+        self._config = config
+        self._rank, self._world_size, self._threads = rank, world_size, threads
+        self._trainer: Any = None
+        self._links: list[Any] = []
+
+    def place(self) -> tuple[str, int]:
+        """Address of this process's node and a free port on it, for rank 0 to be the rendezvous."""
+        import ray
+
+        ip = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ip, probe.getsockname()[1]
+
+    def prepare(self) -> None:
+        """Imports what :meth:`setup` needs, without touching a device: the slow part of a start."""
+        import megatron.core
+        import relax_train.trainer  # noqa: F401
+
+    def setup(self, master: tuple[str, int]) -> dict[str, Any]:
+        """Joins the process group and builds model and optimizer from ``--hf-checkpoint``.
+
+        Returns:
+            facts for the summary: parameters, layout, device.
+        """
+        os.environ.update(
+            RANK=str(self._rank),
+            WORLD_SIZE=str(self._world_size),
+            LOCAL_RANK="0",  # Ray shows each actor its own GPU only
+            MASTER_ADDR=master[0],
+            MASTER_PORT=str(master[1]),
+        )
+        import torch
+
+        torch.set_num_threads(self._threads)
+        from relax_train.trainer import Trainer
+
+        self._trainer = Trainer(
+            self._config.train,
+            temperature=self._config.rollout.rollout_temperature,
+            observer=self._observer(),
+        )
+        self._trainer.setup()
+        return {"parameters": self._trainer.parameter_count, "layout": str(self._trainer.layout)}
+
+    def _observer(self) -> Any:
+        from relax_train.observer import NullObserver
+
+        train, memory = self._config.train_profile, self._config.memory_profile
+        if not (train.use_pytorch_profiler or memory.record_memory_history):
+            return NullObserver()
+        from relax_profiling.training import build_observer
+
+        return build_observer(train, memory, trace_dir=self._config.trace_dir, **self._config.rank_tag(self._rank))
+
+    def connect(self, engine_info: list[dict[str, Any]]) -> None:
+        """Tells this rank which engines it shares weights with."""
+        from relax_cli.weight_link import links_for
+
+        self._links = links_for(self._trainer.layout, engine_info)
+
+    def train(self, batch: Any, version: int) -> dict[str, float]:
+        """All optimizer steps of one rollout; metrics are equal on all ranks but for the times."""
+        return self._trainer.train(batch, version=version)
+
+    def push_weights(self, version: int) -> dict[str, float]:
+        """Sends the current weights to all engines as ``version``.
+
+        Returns:
+            ``{"seconds", "bytes"}`` of this rank.
+        """
+        from relax_cli.weight_link import push
+
+        start = time.perf_counter()
+        sent = push(
+            self._links, self._trainer.weight_buckets(self._config.train.model.update_weight_buffer_size), version
+        )
+        return {"seconds": time.perf_counter() - start, "bytes": float(sent)}
+
+    def save(self, directory: str, rollout_id: int, extra: dict[str, Any]) -> None:
+        self._trainer.save(directory, rollout_id, extra)
+
+    def load(self, directory: str) -> tuple[int, dict[str, Any]] | None:
+        """Loads the latest checkpoint under ``directory``: (its rollout id, the driver's state), None when there is none."""
+        return self._trainer.load(directory)
+
+    def save_hf(self, directory: str) -> None:
+        self._trainer.save_hf(directory)
+
+    def sleep(self) -> None:
+        """Moves model and optimizer to host memory, so that the engine can have the GPU."""
+        self._trainer.sleep()
+
+    def wake(self) -> None:
+        self._trainer.wake()
+
+    def close(self) -> None:
+        if self._trainer is not None:
+            self._trainer.close()

@@ -1,0 +1,198 @@
+"""Starts a local Ray or joins one, and reserves the places that a run needs.
+
+Ray is imported inside the functions: ``relax train --help`` must not pay for it.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+PLACEMENT_DEADLINE_S = 300.0
+"""How long a run waits for the cluster to have room for it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One reserved place: a GPU (or, on a CPU machine, a core) on some node of the cluster."""
+
+    bundle: int
+    """Index of the bundle in the placement group."""
+    node_id: str
+    node_ip: str
+    gpu_id: str | None
+    """What CUDA_VISIBLE_DEVICES calls the GPU on its node; None on a CPU machine."""
+
+
+@contextlib.contextmanager
+def connected(address: str | None, *, min_cpus: int) -> Iterator[None]:
+    """Surrounds the run with a Ray connection; a local Ray ends with it, a joined cluster goes on.
+
+    Args:
+        address: ``--ray-address``; None starts Ray here.
+        min_cpus: logical CPUs a local Ray must offer. They only steer placement: the processes of a colocate run take
+            turns, so more of them than cores is fine.
+
+    Raises:
+        ValueError: no cluster answers at ``address``.
+    """
+    # Ray's uv hook would ship the project to the workers and start each of them through `uv run` again.
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    # Ray listens on every interface by default; with this a local Ray stays on 127.0.0.1 (works on Linux, whatever
+    # its name says).
+    if address is None:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    if address is None:
+        ray.init(
+            include_dashboard=False,
+            num_cpus=max(min_cpus, os.cpu_count() or 1),
+            object_store_memory=_object_store_bytes(),
+            **common,
+        )
+    else:
+        try:
+            ray.init(address=address, **common)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"--ray-address {address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, "
+                "or leave the flag out to run on this machine alone."
+            ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _object_store_bytes() -> int:
+    """A tenth of the free shared memory, between 128 MiB and 8 GiB: batches are the largest objects we store."""
+    stats = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else os.statvfs("/tmp")
+    free = stats.f_bavail * stats.f_frsize
+    return int(min(max(free // 10, 128 << 20), 8 << 30))
+
+
+def cluster_gpus() -> int:
+    """GPUs that the connected cluster has in all."""
+    import ray
+
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def reserve(n_slots: int, *, gpus: bool) -> tuple[Any, list[Slot]]:
+    """Reserves ``n_slots`` places and sorts them by node, then GPU, so that neighbours in the list share a node.
+
+    Returns:
+        Ray's placement group, and its slots in rank order.
+
+    Raises:
+        ValueError: the cluster has too few GPUs, or no room within :data:`PLACEMENT_DEADLINE_S`.
+    """
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    if gpus and cluster_gpus() < n_slots:
+        raise ValueError(
+            f"the run needs {n_slots} GPUs but the Ray cluster has {cluster_gpus()}: lower --actor-num-nodes or "
+            "--actor-num-gpus-per-node, or join a larger cluster with --ray-address."
+        )
+    bundle = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": 1.0}
+    group = placement_group([bundle] * n_slots, strategy="PACK")
+    if not group.wait(PLACEMENT_DEADLINE_S):
+        remove_placement_group(group)
+        raise ValueError(
+            f"waited {PLACEMENT_DEADLINE_S:.0f} s for {n_slots} bundles of {bundle}: the cluster offers "
+            f"{ray.available_resources()}. Is another run holding it?"
+        )
+
+    @ray.remote(num_cpus=0.1, num_gpus=0.1 if gpus else 0)
+    def where() -> tuple[str, str, str | None]:
+        context = ray.get_runtime_context()
+        ids = ray.get_gpu_ids()
+        return context.get_node_id(), ray.util.get_node_ip_address(), str(ids[0]) if ids else None
+
+    found = ray.get(
+        [where.options(**strategy(group, i)).remote() for i in range(n_slots)], timeout=PLACEMENT_DEADLINE_S
+    )
+    slots = [Slot(i, *place) for i, place in enumerate(found)]
+    return group, sorted(slots, key=lambda s: (s.node_ip, s.node_id, int(s.gpu_id or 0), s.bundle))
+
+
+def strategy(group: Any, bundle: int) -> dict[str, Any]:
+    """Ray options that put an actor or task into one bundle."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return {
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
+        )
+    }
+
+
+class StopRequested(Exception):  # noqa: N818 - it is not an error
+    """The user asked the run to end (SIGINT or SIGTERM) and the current wait was given up."""
+
+
+@dataclasses.dataclass
+class StopFlag:
+    """Set by a signal handler, looked at by every wait of the driver."""
+
+    grace_s: float = 6.0
+    """How long the step in progress may still take after the signal."""
+    signal_number: int | None = None
+    at: float = 0.0
+
+    def set(self, signal_number: int) -> None:
+        if self.signal_number is None:
+            self.signal_number, self.at = signal_number, time.monotonic()
+
+    @property
+    def requested(self) -> bool:
+        return self.signal_number is not None
+
+    @property
+    def expired(self) -> bool:
+        return self.requested and time.monotonic() - self.at > self.grace_s
+
+
+def wait_for(refs: Any, what: str, *, stop: StopFlag | None = None, deadline_s: float, remind_s: float = 60.0) -> Any:
+    """``ray.get`` that says what it waits for, ends at a deadline and gives way to a stop request.
+
+    Args:
+        refs: one object reference or a list of them.
+        what: completes "waiting for ..." in messages.
+        deadline_s: seconds after which the wait is an error.
+        remind_s: seconds between two messages of a long wait.
+
+    Raises:
+        TimeoutError: the deadline passed.
+        StopRequested: a stop was requested and its grace time is over.
+    """
+    import ray
+
+    many = isinstance(refs, list)
+    pending = list(refs) if many else [refs]
+    start = time.monotonic()
+    reminded = start
+    while pending:
+        done, pending = ray.wait(pending, num_returns=len(pending), timeout=0.25)
+        for ref in done:
+            ray.get(ref)  # raises at once what one of many raised, instead of waiting for the others
+        now = time.monotonic()
+        if not pending:
+            break
+        if stop is not None and stop.expired:
+            raise StopRequested(what)
+        if now - start > deadline_s:
+            raise TimeoutError(f"waited {now - start:.0f} s for {what}: giving up")
+        if now - reminded >= remind_s:
+            log.warning("still waiting for %s (%.0f s)", what, now - start)
+            reminded = now
+    return ray.get(refs)

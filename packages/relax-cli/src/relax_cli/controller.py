@@ -1,0 +1,200 @@
+"""Runs a resolved configuration: Ray up, actors up, the loop, everything down again, an exit code."""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from relax_cli.cluster import StopFlag, StopRequested, cluster_gpus, connected
+from relax_cli.colocate import ColocateRun, Outcome
+from relax_cli.fleet import Fleet, Shape
+from relax_cli.progress import PHASES, Progress, plot_reward
+from relax_cli.tracking import JsonLinesTracker, TensorBoardTracker, Tracker, Trackers, WandbTracker, read_metrics
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Any) -> int:
+    """Runs ``relax train``.
+
+    Args:
+        config: a resolved and validated ``RunConfig``.
+
+    Returns:
+        the process's exit code: 0, 1 for a failure that was explained on stderr, 128 + signal after SIGINT/SIGTERM.
+    """
+    progress = Progress()
+    _prepare_run_dir(config)
+    _log_to_file(config)
+    progress.note(f"run directory {config.run_dir}")
+    stop = StopFlag()
+    started = time.monotonic()
+    with _signals(stop, progress):
+        try:
+            outcome = _run_on_ray(config, progress, stop)
+        except StopRequested as request:
+            progress.note(f"stopped by request while waiting for {request}")
+            outcome = Outcome(stopped_by=stop.signal_number)
+        except Exception as error:
+            log.exception("the run failed")
+            _explain(error, config, progress)
+            return 1
+        _finish(config, outcome, time.monotonic() - started, progress)
+    return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
+
+
+def _run_on_ray(config: Any, progress: Progress, stop: StopFlag) -> Outcome:
+    with connected(config.cluster.ray_address, min_cpus=8):
+        shape = shape_of(config, available_gpus=cluster_gpus())
+        progress.note(f"Ray is up; {shape.train_ranks} trainer rank(s) and {shape.engines} engine(s) on {shape.device}")
+        fleet = Fleet(config, shape, stop=stop, note=progress.note)
+        try:
+            fleet.start()
+            with Trackers(_trackers(config)) as trackers:
+                return ColocateRun(config, fleet, trackers, progress, stop).run()
+        finally:
+            fleet.close()
+
+
+def shape_of(config: Any, *, available_gpus: int) -> Shape:
+    """Derives the number of processes from the flags and the cluster.
+
+    Args:
+        available_gpus: GPUs of the cluster; 0 puts the run on CPU.
+
+    Raises:
+        ValueError: flags and cluster do not fit.
+    """
+    cluster, parallel = config.cluster, config.train.parallel
+    model_parallel = (
+        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    )
+    per_node = cluster.actor_num_gpus_per_node
+    on_gpu = available_gpus > 0 and per_node != 0
+    if not on_gpu:
+        if per_node:
+            raise ValueError(
+                f"--actor-num-gpus-per-node {per_node}: the Ray cluster has no GPU. Set it to 0 to run on CPU."
+            )
+        return Shape(device="cpu", train_ranks=model_parallel, engines=1, gpus_per_engine=1, dtype="float32")
+    if per_node is None:
+        per_node = max(1, available_gpus // cluster.actor_num_nodes)
+    world = per_node * cluster.actor_num_nodes
+    per_engine = config.sglang.rollout_num_gpus_per_engine
+    if world % model_parallel:
+        raise ValueError(
+            f"{world} GPUs are not a multiple of --tensor-model-parallel-size x --pipeline-model-parallel-size x "
+            f"--context-parallel-size = {model_parallel}"
+        )
+    if world % per_engine:
+        raise ValueError(f"{world} GPUs are not a multiple of --rollout-num-gpus-per-engine {per_engine}")
+    dtype = "bfloat16" if config.train.model.bf16 is not False else "float32"
+    return Shape("cuda", world, world // per_engine, per_engine, dtype)
+
+
+def _prepare_run_dir(config: Any) -> None:
+    (config.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    from relax_cli.config import to_toml
+
+    (config.run_dir / "config.toml").write_text(to_toml(config), encoding="utf-8")
+
+
+def _log_to_file(config: Any) -> None:
+    handler = logging.FileHandler(config.run_dir / "logs" / "driver.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    console = logging.StreamHandler(sys.stderr)
+    console.setLevel(logging.WARNING)
+    console.addFilter(lambda record: record.exc_info is None)  # tracebacks go to the file, explanations to the user
+    console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.addHandler(handler)
+    root.addHandler(console)
+
+
+def _trackers(config: Any) -> list[Tracker]:
+    trackers: list[Tracker] = [JsonLinesTracker(config.run_dir / "metrics.jsonl")]
+    if config.logging.use_tensorboard:
+        trackers.append(TensorBoardTracker(config.run_dir / "tensorboard"))
+    if config.logging.use_wandb:
+        options = {
+            key: value
+            for key, value in (
+                ("project", config.logging.wandb_project),
+                ("group", config.logging.wandb_group),
+                ("mode", config.logging.wandb_mode),
+                ("entity", config.logging.wandb_team),
+            )
+            if value is not None
+        }
+        trackers.append(WandbTracker(directory=config.run_dir, name=config.name, config={}, **options))
+    return trackers
+
+
+@contextlib.contextmanager
+def _signals(stop: StopFlag, progress: Progress) -> Iterator[None]:
+    """SIGINT and SIGTERM ask for a stop; a second one ends the process at once (the children follow it)."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.requested:
+            os._exit(128 + number)
+        stop.set(number)
+        name = signal.Signals(number).name
+        progress.note(f"{name}: finishing the step if it ends within {stop.grace_s:.0f} s, then stopping")
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _explain(error: BaseException, config: Any, progress: Progress) -> None:
+    """Says on the terminal what went wrong: the cause, not Ray's wrapping of it."""
+    cause = getattr(error, "cause", None) or error
+    name = type(cause).__name__
+    text = str(cause).strip() or repr(cause)
+    if "RayTaskError" in name or "\nTraceback" in text:
+        text = text.splitlines()[-1]
+    prefix = "" if isinstance(cause, ValueError) else f"{name}: "
+    progress.note(f"FAILED {prefix}{text}", style="bold red")
+    progress.note(f"logs: {config.run_dir / 'logs'}")
+
+
+def _finish(config: Any, outcome: Outcome, seconds: float, progress: Progress) -> None:
+    """The summary table, ``summary.json`` and the plot."""
+    path = config.run_dir / "metrics.jsonl"
+    metrics = read_metrics(path) if path.exists() else []
+    steps = [m for m in metrics if "time/step" in m]
+    rows = [
+        ("steps", f"{len(steps)} (rollouts {outcome.first_rollout} to {outcome.next_rollout - 1})" if steps else "0"),
+        ("wall time", f"{seconds:.0f} s"),
+    ]
+    rewards = [m["rollout/reward_mean"] for m in steps if m.get("rollout/reward_mean") is not None]
+    if rewards:
+        rows.append(("training reward", f"{rewards[0]:.3f} -> {rewards[-1]:.3f}"))
+    for key in sorted({k for _, e in outcome.evals for k in e if k.endswith("/reward_mean")}):
+        values = [e[key] for _, e in outcome.evals if key in e]
+        rows.append((key.removesuffix("/reward_mean"), f"{values[0]:.3f} -> {values[-1]:.3f}"))
+    if steps:
+        total = sum(m["time/step"] for m in steps)
+        shares = [f"{p} {sum(m.get(f'time/{p}') or 0.0 for m in steps) / total:.0%}" for p in PHASES]
+        rows.append(("time of the steps", ", ".join(shares)))
+    plot = config.run_dir / "reward.png"
+    if plot_reward(metrics, plot):
+        rows.append(("plot", str(plot)))
+    if outcome.last_checkpoint:
+        rows.append(("checkpoint", outcome.last_checkpoint))
+    if outcome.stopped_by is not None:
+        rows.append(("ended by", signal.Signals(outcome.stopped_by).name))
+    rows.append(("run directory", str(config.run_dir)))
+    summary = {"rows": dict(rows), "evals": [{"rollout_id": i, **e} for i, e in outcome.evals], "seconds": seconds}
+    (config.run_dir / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
+    progress.summary(rows)

@@ -1,0 +1,90 @@
+"""What a user sees of a run: one line a step, a table at the end, a plot of the reward."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+PHASES = ("generate", "log_probs", "train", "weight_update")
+"""The phases of a step that the progress line shows, in the order in which they run."""
+
+
+class Progress:
+    """Prints to the terminal; on anything else the same text without colours."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._start = time.monotonic()
+
+    def note(self, message: str, style: str | None = None) -> None:
+        """One line with the seconds since the start."""
+        self.console.print(f"[{time.monotonic() - self._start:6.1f} s] {message}", style=style, markup=False)
+
+    def step(self, rollout_id: int, last: int | None, scalars: dict[str, float]) -> None:
+        """The line of one training step."""
+        of = f"/{last}" if last is not None else ""
+        get = scalars.get
+        parts = [
+            f"step {rollout_id}{of}",
+            f"reward {get('rollout/reward_mean', float('nan')):.3f}",
+            f"{get('perf/tokens_per_s', 0.0):.0f} tok/s",
+            f"staleness {get('rollout/staleness_max', 0.0):.0f}",
+            " ".join(f"{phase} {get(f'time/{phase}', 0.0):.2f}s" for phase in PHASES),
+        ]
+        if "train/loss" in scalars:
+            parts.insert(2, f"loss {scalars['train/loss']:+.4f}")
+        self.note("  ".join(parts))
+
+    def evaluation(self, rollout_id: int, scalars: dict[str, float]) -> None:
+        """The line of one evaluation."""
+        values = "  ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in scalars.items())
+        self.note(f"eval before step {rollout_id}  {values}", style="bold")
+
+    def summary(self, rows: Sequence[tuple[str, str]]) -> None:
+        """The table at the end of the run."""
+        table = Table(title="Summary", show_header=False, title_justify="left")
+        table.add_column("what")
+        table.add_column("value", overflow="fold")
+        for name, value in rows:
+            table.add_row(name, value)
+        self.console.print(table)
+
+
+def plot_reward(metrics: Sequence[dict[str, Any]], path: Path) -> bool:
+    """Draws training and evaluation reward over the steps into a PNG.
+
+    Args:
+        metrics: rows of ``metrics.jsonl``.
+        path: file to write.
+
+    Returns:
+        False when there is nothing to draw.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    train = [(m["step"], m["rollout/reward_mean"]) for m in metrics if m.get("rollout/reward_mean") is not None]
+    evals: dict[str, list[tuple[int, float]]] = {}
+    for m in metrics:
+        for key, value in m.items():
+            if key.startswith("eval/") and key.endswith("/reward_mean") and value is not None:
+                evals.setdefault(key.split("/")[1], []).append((m["step"], value))
+    if not train and not evals:
+        return False
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    if train:
+        axes.plot(*zip(*train, strict=True), label="training prompts", linewidth=1.2, alpha=0.7)
+    for name, points in sorted(evals.items()):
+        axes.plot(*zip(*points, strict=True), label=f"eval: {name}", marker="o", markersize=4)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("mean reward")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return True

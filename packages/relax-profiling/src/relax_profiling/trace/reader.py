@@ -1,0 +1,226 @@
+"""Reads the events of a trace file piece by piece.
+
+The traces of a real run are hundreds of megabytes of JSON, and some are damaged: cut off by a full disk or a kill, with
+``NaN`` for a number, with unescaped characters in names. The reader holds one piece at a time and gives every event
+that can be read; what could not be read is counted in :attr:`TraceReader.problems`.
+"""
+
+import contextlib
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+Event = dict[str, Any]
+
+_CHUNK = 4 << 20
+_COMPRESSED_PIECE = 1 << 20
+# How much of a buffer's end is searched for the boundary between two events, and how many boundaries are tried.
+_BOUNDARY_WINDOW = 64 << 10
+_BOUNDARY_TRIES = 40
+# The longest run of pieces that is tried as one event when an event holds something that looks like a boundary.
+_MAX_JOIN = 8
+_MAX_HEAD = 64 << 20
+_BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
+_LAST = re.compile(rb"\}\s*\]")
+_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_BAD_ESCAPE = re.compile(rb'\\(?!["\\/bfnrtu])')
+
+
+class NotATrace(ValueError):
+    """The file holds no trace at all; the message names it and says what it looks like."""
+
+
+class TraceReader:
+    """The events of one trace file, plain or gzip.
+
+    Attributes:
+        path: the file.
+        meta: the fields beside the events (device properties, base time, ...); complete after the last chunk.
+        problems: in words, what could not be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.meta: dict[str, Any] = {}
+        self.problems: list[str] = []
+        self._unreadable = 0
+
+    def chunks(self) -> Iterator[list[Event]]:
+        """Lists of events, in the order of the file.
+
+        Raises:
+            NotATrace: for a file without trace events.
+            OSError: when the file cannot be opened.
+        """
+        pieces = self._bytes()
+        buffer = self._head(pieces)
+        for piece in pieces:
+            buffer += piece
+            if len(buffer) >= _CHUNK:
+                events, used = self._split(buffer)
+                if events:
+                    yield events
+                del buffer[:used]
+        events = self._tail(bytes(buffer))
+        if events:
+            yield events
+        if self._unreadable:
+            self.problems.append(f"{self._unreadable} events could not be read and are left out")
+
+    def _bytes(self) -> Iterator[bytes]:
+        """The decompressed content; a damaged end is a problem, not an error."""
+        with self.path.open("rb") as f:
+            first = f.read(_COMPRESSED_PIECE)
+            if first[:2] != b"\x1f\x8b":
+                while first:
+                    yield first
+                    first = f.read(_COMPRESSED_PIECE)
+                return
+            inflate = zlib.decompressobj(wbits=31)
+            while first:
+                try:
+                    data = inflate.decompress(first)
+                except zlib.error as e:
+                    self.problems.append(f"compressed data is damaged ({e}); read up to there")
+                    return
+                if data:
+                    yield data
+                if inflate.eof:  # a gzip file may be several in a row
+                    first = inflate.unused_data.lstrip(b"\0") or f.read(_COMPRESSED_PIECE)
+                    if first:
+                        inflate = zlib.decompressobj(wbits=31)
+                else:
+                    first = f.read(_COMPRESSED_PIECE)
+            if not inflate.eof:
+                self.problems.append("compressed data is cut off; read up to there")
+
+    def _head(self, pieces: Iterator[bytes]) -> bytearray:
+        """Consumes the fields before the events; returns the bytes after the opening bracket."""
+        buffer = bytearray()
+        searched = 0
+        for piece in pieces:
+            buffer += piece
+            start = bytes(buffer[:64]).lstrip()
+            if start[:1] == b"[":  # the other form of the format: a bare list of events
+                del buffer[: buffer.index(b"[") + 1]
+                return buffer
+            if start and start[:1] != b"{":
+                break
+            found = _EVENTS_KEY.search(buffer, max(0, searched - 64))
+            if found:
+                self._add_meta(bytes(buffer[: found.start()]).rstrip().rstrip(b",") + b"}")
+                del buffer[: found.end()]
+                return buffer
+            searched = len(buffer)
+            if searched > _MAX_HEAD:
+                break
+        if not buffer:
+            cause = self.problems.pop() if self.problems else "the file is empty"
+            raise NotATrace(f"{self.path}: {cause}")
+        cause = f" ({self.problems.pop()})" if self.problems else ""
+        raise NotATrace(f'{self.path}: holds no "traceEvents"{cause}')
+
+    def _add_meta(self, text: bytes) -> None:
+        try:
+            fields = _loads(text)
+        except ValueError:
+            self.problems.append("the fields beside the events could not be read")
+            return
+        if isinstance(fields, dict):
+            self.meta.update(fields)
+
+    def _split(self, buffer: bytearray) -> tuple[list[Event], int]:
+        """The events before the last boundary in the buffer, and how many bytes they and the boundary take."""
+        window = max(0, len(buffer) - _BOUNDARY_WINDOW)
+        boundaries = list(_BETWEEN.finditer(buffer, window))
+        if not boundaries:
+            boundaries = list(_BETWEEN.finditer(buffer))
+        for boundary in reversed(boundaries[-_BOUNDARY_TRIES:]):
+            text = b"[" + bytes(buffer[: boundary.start() + 1]) + b"]"
+            try:
+                return _only_events(orjson.loads(text)), boundary.end()
+            except orjson.JSONDecodeError as e:
+                if e.pos < window:  # the damage is inside, not at the boundary that we chose
+                    break
+        if not boundaries:
+            # One event of megabytes, or no JSON: keep collecting.
+            return [], 0
+        end = boundaries[-1]
+        return self._one_by_one(bytes(buffer[: end.start() + 1])), end.end()
+
+    def _tail(self, buffer: bytes) -> list[Event]:
+        """The last events and the fields after them."""
+        if not buffer.strip():
+            self.problems.append("the list of events is cut off; read up to there")
+            return []
+        if buffer.lstrip()[:1] == b"]":
+            self._add_tail(buffer.lstrip()[1:])
+            return []
+        ends = list(_LAST.finditer(buffer))
+        for end in reversed(ends[-_BOUNDARY_TRIES:]):
+            try:
+                events = _only_events(orjson.loads(b"[" + buffer[: end.start() + 1] + b"]"))
+            except orjson.JSONDecodeError:
+                continue
+            self._add_tail(buffer[end.end() :])
+            return events
+        closed = [e for e in ends if re.match(rb'\s*(,\s*"|\}|$)', buffer[e.end() : e.end() + 64])]
+        if closed:
+            self._add_tail(buffer[closed[-1].end() :])
+            return self._one_by_one(buffer[: closed[-1].start() + 1])
+        self.problems.append("the list of events is cut off; read up to there")
+        # The text after the last complete event is what was cut; it is no unreadable event.
+        boundaries = list(_BETWEEN.finditer(buffer))
+        events = self._one_by_one(buffer[: boundaries[-1].start() + 1]) if boundaries else []
+        rest = buffer[boundaries[-1].end() if boundaries else 0 :].rstrip().rstrip(b",]")
+        with contextlib.suppress(ValueError):
+            events += _only_events([_loads(rest)])
+        return events
+
+    def _add_tail(self, text: bytes) -> None:
+        text = text.strip().lstrip(b",").strip()
+        if text and text != b"}":
+            self._add_meta(b"{" + text)
+
+    def _one_by_one(self, text: bytes) -> list[Event]:
+        """Events that cannot be read together: each alone, so that only the damaged ones are lost."""
+        events: list[Event] = []
+        pieces = _BETWEEN.split(text)
+        pieces = [p + b"}" for p in pieces[:-1]] + pieces[-1:]
+        i = 0
+        while i < len(pieces):
+            for width in range(1, min(_MAX_JOIN, len(pieces) - i) + 1):
+                try:
+                    event = _loads(b",".join(pieces[i : i + width]))
+                except ValueError:
+                    continue
+                events += _only_events([event])
+                i += width
+                break
+            else:
+                self._unreadable += 1
+                i += 1
+        return events
+
+
+def _loads(text: bytes) -> Any:
+    """JSON as it should be, else what is often met instead: NaN, control characters, stray backslashes, bad UTF-8."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(text.decode("utf-8", "replace"), strict=False)
+        except ValueError:
+            repaired = _BAD_ESCAPE.sub(rb"\\\\", text)
+            return json.loads(repaired.decode("utf-8", "replace"), strict=False)
+        except RecursionError as e:
+            raise ValueError("nested too deeply") from e
+
+
+def _only_events(items: list[Any]) -> list[Event]:
+    return [e for e in items if isinstance(e, dict)]

@@ -1,0 +1,145 @@
+"""Who does what: the ranks of the trainer, their parallel groups and their device."""
+
+import dataclasses
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from relax_train.device import DeviceContext, has_cuda, local_device
+from relax_train.mcore import parallel_state, tensor_parallel
+from relax_train.settings.parallel import ParallelSettings
+
+ProcessGroup = dist.ProcessGroup
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Place of this rank in the parallel layout.
+
+    Groups: ``dp_group`` holds the ranks with the same model and sequence part but other samples, ``dp_cp_group`` those
+    that hold the same weights (data and context parallel), ``ep_group`` the ranks that share experts, ``etp_group`` those
+    that share each expert's matrices. ``gloo_group`` holds all ranks and takes CPU tensors also when the others are NCCL.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    cp_rank: int
+    cp_size: int
+    dp_rank: int
+    dp_size: int
+    ep_rank: int
+    ep_size: int
+    etp_rank: int
+    etp_size: int
+    tp_group: ProcessGroup
+    pp_group: ProcessGroup
+    cp_group: ProcessGroup
+    dp_group: ProcessGroup
+    dp_cp_group: ProcessGroup
+    ep_group: ProcessGroup
+    etp_group: ProcessGroup
+    gloo_group: ProcessGroup
+
+    @property
+    def is_first_stage(self) -> bool:
+        """True where the pipeline begins: this rank has the input embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True where the pipeline ends: this rank has the logits and the loss."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def signature(self) -> dict[str, int]:
+        """The sizes that decide how optimizer state is cut; JSON-able."""
+        return {
+            "tensor_model_parallel_size": self.tp_size,
+            "pipeline_model_parallel_size": self.pp_size,
+            "context_parallel_size": self.cp_size,
+            "data_parallel_size": self.dp_size,
+            "expert_model_parallel_size": self.ep_size,
+            "expert_tensor_parallel_size": self.etp_size,
+        }
+
+
+def setup_layout(parallel: ParallelSettings, *, seed: int = 1234, timeout: timedelta = timedelta(minutes=30)) -> Layout:
+    """Joins the process group, makes the parallel groups and seeds the random numbers of this rank.
+
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set; missing ones mean a single process.
+
+    Args:
+        seed: the same on every rank; megatron derives what must differ.
+        timeout: of every collective.
+
+    Raises:
+        ValueError: the sizes do not divide the number of ranks.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if world % parallel.model_parallel_size:
+        raise ValueError(
+            f"{world} ranks are no multiple of TP x PP x CP = {parallel.model_parallel_size}; change "
+            "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size or the number of ranks"
+        )
+    device = local_device(local_rank)
+    if not dist.is_initialized():
+        if world == 1 and "MASTER_ADDR" not in os.environ:
+            dist.init_process_group(
+                "nccl" if has_cuda() else "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            )
+        else:
+            dist.init_process_group("nccl" if has_cuda() else "gloo", rank=rank, world_size=world, timeout=timeout)
+    with DeviceContext():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_tensor_parallel_size=parallel.resolved_expert_tensor_parallel_size,
+            create_gloo_process_groups=True,
+            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    ps = parallel_state
+    return Layout(
+        rank=rank,
+        world_size=world,
+        local_rank=local_rank,
+        device=device,
+        tp_rank=ps.get_tensor_model_parallel_rank(),
+        tp_size=ps.get_tensor_model_parallel_world_size(),
+        pp_rank=ps.get_pipeline_model_parallel_rank(),
+        pp_size=ps.get_pipeline_model_parallel_world_size(),
+        cp_rank=ps.get_context_parallel_rank(),
+        cp_size=ps.get_context_parallel_world_size(),
+        dp_rank=ps.get_data_parallel_rank(),
+        dp_size=ps.get_data_parallel_world_size(),
+        ep_rank=ps.get_expert_model_parallel_rank(),
+        ep_size=ps.get_expert_model_parallel_world_size(),
+        etp_rank=ps.get_expert_tensor_parallel_rank(),
+        etp_size=ps.get_expert_tensor_parallel_world_size(),
+        tp_group=ps.get_tensor_model_parallel_group(),
+        pp_group=ps.get_pipeline_model_parallel_group(),
+        cp_group=ps.get_context_parallel_group(),
+        dp_group=ps.get_data_parallel_group(),
+        dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
+        ep_group=ps.get_expert_model_parallel_group(),
+        etp_group=ps.get_expert_tensor_parallel_group(),
+        gloo_group=dist.new_group(backend="gloo", timeout=timeout) if has_cuda() else dist.group.WORLD,
+    )
+
+
+def teardown_layout() -> None:
+    """Leaves all groups; harmless when there is none."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,89 @@
+"""megatron-core as this package uses it: the one place that imports it.
+
+Works with the versions of :data:`TESTED_VERSIONS`, on CUDA without TransformerEngine and on the CPU. Beside the
+imports there are three names that megatron-core's own code refers to but defines only when TransformerEngine is there.
+"""
+
+import contextlib
+from typing import Any
+
+from relax_train.device import before_megatron
+
+before_megatron()
+
+# isort: off
+import megatron.core as megatron_core  # noqa: E402
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.tensor_parallel import random as megatron_random  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
+from megatron.core.transformer.module import MegatronModule  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
+
+# isort: on
+
+VERSION: str = megatron_core.__version__
+TESTED_VERSIONS = ((0, 16, 1), (0, 20, 0))
+"""Lowest version, and the first one beyond: the versions that the tests of this package passed with."""
+
+
+class _NoFP8:
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
+def _no_autocast(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def _define_missing_names() -> None:
+    # The router of 0.16 refers to it also when TransformerEngine is absent.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # Recomputation of a single module ("layernorm", "moe_act") refers to these; `fp8 is not None` holds for False too.
+    if not megatron_random.HAVE_TE:
+        megatron_random.FP8GlobalStateManager = _NoFP8
+        megatron_random.activation_recompute_forward = _no_autocast
+        megatron_random.fp8_autocast = _no_autocast
+
+
+_define_missing_names()
+
+__all__ = [
+    "TESTED_VERSIONS",
+    "VERSION",
+    "AttnMaskType",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GPTModel",
+    "MegatronModule",
+    "MegatronOptimizer",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "PackedSeqParams",
+    "ProcessGroupCollection",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "dist_checkpointing",
+    "finalize_model_grads",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "megatron_random",
+    "parallel_state",
+    "tensor_parallel",
+]

@@ -1,0 +1,64 @@
+"""When and where the trainer saves, and what it resumes from."""
+
+import dataclasses
+import os
+from typing import ClassVar
+
+from relax_data.options import option
+
+ROLLOUT_ID = "{rollout_id}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """Checkpoints of the run, and exports to Hugging Face folders."""
+
+    TITLE: ClassVar[str] = "Checkpoints"
+
+    load: str | None = option(
+        None,
+        "Folder of checkpoints to resume from (its `latest`). May be the folder of --save before anything was saved.",
+        metavar="FOLDER",
+    )
+    save: str | None = option(None, "Folder that checkpoints are written to.", metavar="FOLDER")
+    save_interval: int | None = option(None, "Save every N rollouts, and after the last; default: only after the last.")
+    save_hf: str | None = option(
+        None,
+        "Also write a Hugging Face folder whenever the run saves; the path must hold {rollout_id}.",
+        metavar="PATH",
+    )
+    max_actor_ckpt_to_keep: int | None = option(None, "Keep only the newest N checkpoints of --save; default: all.")
+    start_rollout_id: int | None = option(
+        None, "Absolute id of the first rollout; default: from the loaded checkpoint, else 0."
+    )
+
+    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
+        """What is wrong with these settings, each message with its fix."""
+        found = []
+        if self.load is not None and not os.path.isdir(self.load) and not self._same_folder():
+            found.append(
+                f"--load {self.load}: no such folder; give a folder of checkpoints, or the folder of --save to resume "
+                "from it once it exists"
+            )
+        if self.save is not None and os.path.exists(self.save) and not os.path.isdir(self.save):
+            found.append(f"--save {self.save}: exists and is not a folder; choose another path")
+        if self.save_interval is not None:
+            if self.save_interval < 1:
+                found.append(f"--save-interval {self.save_interval}: must be 1 or more")
+            if self.save is None and self.save_hf is None:
+                found.append("--save-interval has no effect without --save or --save-hf; add one of them or remove it")
+        if self.save_hf is not None and ROLLOUT_ID not in self.save_hf:
+            found.append(f"--save-hf {self.save_hf}: must hold {ROLLOUT_ID}, for example {self.save_hf}/{ROLLOUT_ID}")
+        if self.max_actor_ckpt_to_keep is not None:
+            if self.max_actor_ckpt_to_keep < 1:
+                found.append(f"--max-actor-ckpt-to-keep {self.max_actor_ckpt_to_keep}: must be 1 or more")
+            if self.save is None:
+                found.append("--max-actor-ckpt-to-keep has no effect without --save; add --save or remove it")
+        if self.start_rollout_id is not None and self.start_rollout_id < 0:
+            found.append(f"--start-rollout-id {self.start_rollout_id}: must be 0 or more")
+        return found
+
+    def _same_folder(self) -> bool:
+        return (
+            self.save is not None and self.load is not None and os.path.abspath(self.save) == os.path.abspath(self.load)
+        )

@@ -1,0 +1,75 @@
+"""Which model is trained, where its start weights come from, and the precision it computes in."""
+
+import dataclasses
+import json
+import os
+from typing import Any, ClassVar
+
+from relax_data.options import option
+
+MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe")
+"""``model_type`` of the Hugging Face configurations that :mod:`relax_train.model` can build."""
+
+
+def read_hf_config(folder: str) -> dict[str, Any]:
+    """``config.json`` of a Hugging Face folder, without importing transformers.
+
+    Raises:
+        ValueError: the folder or its ``config.json`` is missing or unreadable; the message says what to do.
+    """
+    path = os.path.join(folder, "config.json")
+    if not os.path.isdir(folder):
+        raise ValueError(
+            f"{folder!r} is not a folder; download the model first, for example: "
+            f"hf download Qwen/Qwen3-0.6B --local-dir {folder}"
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}; it must be a Hugging Face model folder") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The model and its precision."""
+
+    TITLE: ClassVar[str] = "Model"
+
+    hf_checkpoint: str = option(
+        help="Hugging Face folder with configuration, tokenizer and start weights.", metavar="FOLDER"
+    )
+    ref_load: str | None = option(
+        None, "Hugging Face folder of the reference model; default: the start weights.", metavar="FOLDER"
+    )
+    seed: int = option(1234, "Seed of the trainer's random numbers.")
+    bf16: bool | None = option(
+        None, "Train in bfloat16 with float32 master weights; default: on with CUDA, off (float32) on CPU."
+    )
+
+    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
+        """What is wrong with these settings, each message with its fix."""
+        found = []
+        try:
+            config = read_hf_config(self.hf_checkpoint)
+        except ValueError as error:
+            found.append(f"--hf-checkpoint: {error}")
+        else:
+            if config.get("model_type") not in MODEL_TYPES:
+                found.append(
+                    f"--hf-checkpoint: model_type {config.get('model_type')!r} is not supported; "
+                    f"use one of {', '.join(MODEL_TYPES)}"
+                )
+        if self.ref_load is not None:
+            try:
+                read_hf_config(self.ref_load)
+            except ValueError as error:
+                found.append(f"--ref-load: {error}")
+        if self.seed < 0:
+            found.append(f"--seed {self.seed}: must be 0 or more")
+        return found

@@ -1,0 +1,56 @@
+"""Everything that SGLang needs in order to run without a GPU; the GPU path never imports this module.
+
+Needed are: an environment variable that selects SGLang's CPU engine, a stand-in for the kernel package that PyPI has no
+CPU build of (``cpu_stand_in/``, on the import path of the server process only), and backends that are plain PyTorch.
+Dense Llama-like models (Llama, Qwen2, Qwen3) run; models that call other kernels say so when they load.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+STAND_IN = Path(__file__).with_name("cpu_stand_in")
+
+OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "device": "cpu",
+        "attention-backend": "torch_native",
+        "sampling-backend": "pytorch",
+        "grammar-backend": "none",
+        "disable-overlap-schedule": True,
+        # An idle server would otherwise keep one core busy.
+        "sleep-on-idle": True,
+        "max-total-tokens": 16384,
+        "max-running-requests": 64,
+    }
+)
+"""Server options on CPU; what the user sets as ``--sglang-<name>`` wins."""
+
+
+def environment(base: Mapping[str, str]) -> dict[str, str]:
+    """``base`` with what the server process needs on CPU.
+
+    One OpenMP thread unless ``OMP_NUM_THREADS`` says otherwise: with small models more threads cost more than they give.
+    """
+    path = [str(STAND_IN), *([base["PYTHONPATH"]] if base.get("PYTHONPATH") else [])]
+    return {
+        **base,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": base.get("OMP_NUM_THREADS", "1"),
+        "PYTHONPATH": os.pathsep.join(path),
+    }
+
+
+def check(*, tp_size: int, enable_memory_saver: bool) -> None:
+    """Refuses what has no meaning on CPU.
+
+    Raises:
+        ValueError: more than one rank an engine, or the memory saver, is asked for.
+    """
+    if tp_size != 1:
+        raise ValueError(f"an engine on CPU is one process: set --rollout-num-gpus-per-engine 1, not {tp_size}")
+    if enable_memory_saver:
+        raise ValueError("the memory saver releases GPU memory; on CPU leave it off")

@@ -1,0 +1,113 @@
+"""The command `relax`: finds the sub-command and imports only what it needs."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from relax_cli.suggest import did_you_mean
+
+_USAGE = """usage: relax COMMAND [options]
+
+commands:
+  train     train a language model with reinforcement learning (relax train --help)
+  doctor    say what this machine has, what is missing, and how to fix it
+  report    read the traces of a run and say where the time and the memory went
+  profile   profile a running SGLang server, merge traces, look at snapshots
+
+options:
+  -h, --help   show this help and exit
+  --version    show the version and exit
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `relax ARGV`.
+
+    Returns:
+        the exit code: 0, 2 when the options are wrong, else what the sub-command says.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": train,
+        "doctor": _doctor,
+        "report": lambda rest: _profiling(["report", *rest]),
+        "profile": _profiling,
+    }
+    if not words or words[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        return 0
+    if words[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"relax {version('relax-cli')}")
+        return 0
+    command = commands.get(words[0])
+    if command is None:
+        print(f"relax: no command {words[0]!r}{did_you_mean(words[0], commands)}", file=sys.stderr)
+        print(_USAGE, end="", file=sys.stderr)
+        return 2
+    return command(words[1:])
+
+
+def train(argv: list[str]) -> int:
+    """`relax train`: resolves and checks the options, then plans, prints or runs."""
+    from relax_cli.config import ConfigError, resolve, to_toml
+
+    if "-h" in argv or "--help" in argv:
+        print(train_help(), end="")
+        return 0
+    try:
+        config = resolve(argv)
+    except ConfigError as error:
+        _report(error.problems)
+        return 2
+    if config.run.print_config:
+        print(to_toml(config), end="")
+        return 0
+    if config.run.dry_run:
+        from relax_cli.plan import plan_text
+
+        print(plan_text(config), end="")
+        return 0
+    from relax_cli.controller import run
+
+    return run(config)
+
+
+def train_help() -> str:
+    """The text of `relax train --help`."""
+    from relax_rollout.sglang.settings import SGLangSettings
+
+    from relax_cli.parser import help_text
+    from relax_cli.registry import namespace, settings_classes
+    from relax_cli.settings import RunSettings
+
+    notes = {
+        RunSettings: "Options come from defaults, then --config FILE, then the environment (RELAX_LR=1e-6), then the "
+        "command line.",
+        SGLangSettings: "Every other argument of SGLang's server is --sglang-<name>, for example "
+        "--sglang-attention-backend triton.",
+    }
+    return help_text(settings_classes(), namespace().options, notes)
+
+
+def _report(problems: Sequence[str]) -> None:
+    count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
+    print(f"relax train: {count}, nothing was started", file=sys.stderr)
+    for problem in problems:
+        print(f"  - {problem}", file=sys.stderr)
+
+
+def _doctor(argv: list[str]) -> int:
+    from relax_cli.doctor import main as doctor
+
+    return doctor(argv)
+
+
+def _profiling(argv: list[str]) -> int:
+    from relax_profiling.cli import main as profiling
+
+    return profiling(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

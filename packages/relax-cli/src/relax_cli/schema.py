@@ -1,0 +1,192 @@
+"""Reads the options out of the packages' settings classes, and turns what users write into values of the right type."""
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+ValueType = type[bool] | type[int] | type[float] | type[str] | type[dict]
+
+_NOUNS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string", dict: "a table"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What an option holds.
+
+    Attributes:
+        base: type of the value, or of one element when ``many``.
+        many: a tuple of values; space separated on the command line, a list in a file.
+        optional: ``None`` is a value too; users write ``none``.
+        choices: the allowed values, empty for all.
+    """
+
+    base: ValueType
+    many: bool = False
+    optional: bool = False
+    choices: tuple[Any, ...] = ()
+
+    @property
+    def noun(self) -> str:
+        """What the option expects, for error messages: ``an integer``, ``one of a, b``, ``a list of strings``."""
+        if not self.many:
+            return self.noun_of_one
+        each = self.noun_of_one
+        return f"a list, each {each}" if self.choices else f"a list of {each.split(' ', 1)[1]}s"
+
+    @property
+    def noun_of_one(self) -> str:
+        """What one element must be."""
+        return "one of " + ", ".join(map(str, self.choices)) if self.choices else _NOUNS[self.base]
+
+
+def kind_of(annotation: Any) -> Kind:
+    """The kind behind a field's annotation; an assertion holds that it is one of those that options may have."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        rest = [a for a in arguments if a is not types.NoneType]
+        assert len(rest) == 1 and len(arguments) == 2, f"an option cannot be {annotation}"
+        return dataclasses.replace(kind_of(rest[0]), optional=True)
+    if origin is Literal:
+        bases = {type(a) for a in arguments}
+        assert len(bases) == 1 and bases <= {int, str}, f"an option cannot be {annotation}"
+        return Kind(bases.pop(), choices=arguments)
+    if origin is tuple:
+        assert len(arguments) == 2 and arguments[1] is Ellipsis, f"an option cannot be {annotation}"
+        element = kind_of(arguments[0])
+        assert not (element.many or element.optional or element.base in (bool, dict)), f"no option can be {annotation}"
+        return dataclasses.replace(element, many=True)
+    if origin in (dict, Mapping) or annotation is dict:
+        return Kind(dict)
+    assert annotation in (bool, int, float, str), f"an option cannot be {annotation}"
+    return Kind(annotation)
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option of the command line.
+
+    Attributes:
+        name: in snake_case, as the field is called.
+        owner: the settings class it belongs to; None for an argument that is passed through to the SGLang server.
+        default: value when nobody says otherwise; ``dataclasses.MISSING`` when it is required.
+    """
+
+    name: str
+    kind: Kind
+    default: Any = None
+    help: str = ""
+    metavar: str | None = None
+    owner: type | None = None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def required(self) -> bool:
+        return self.default is dataclasses.MISSING
+
+
+def options_of(cls: type) -> list[Option]:
+    """The options of one settings class, in the order of its fields."""
+    hints = typing.get_type_hints(cls)
+    found = []
+    for field in dataclasses.fields(cls):
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        found.append(
+            Option(
+                field.name,
+                kind_of(hints[field.name]),
+                default,
+                field.metadata.get("help", ""),
+                field.metadata.get("metavar"),
+                cls,
+            )
+        )
+    return found
+
+
+def merge_options(classes: Iterable[type]) -> dict[str, Option]:
+    """All options in one flat namespace, by snake_case name.
+
+    Raises:
+        AssertionError: two classes own one name, or a name reads as the ``--no-`` form of a boolean option.
+    """
+    merged: dict[str, Option] = {}
+    for cls in classes:
+        for option in options_of(cls):
+            other = merged.get(option.name)
+            assert other is None, f"{option.flag} belongs to {other and other.owner} and to {cls}"
+            merged[option.name] = option
+    for name in merged:
+        positive = merged.get(name.removeprefix("no_"))
+        assert not name.startswith("no_") or positive is None or positive.kind.base is not bool, f"--{name} is ambiguous"
+    return merged
+
+
+def from_text(kind: Kind, words: list[str]) -> Any:
+    """Converts the words after a flag, or of an environment variable.
+
+    Raises:
+        ValueError: wrong number of words or a wrong value; the message says what was expected and what was found.
+    """
+    if not words:
+        raise ValueError(f"expected {kind.noun}, found nothing")
+    if kind.optional and words == ["none"]:
+        return None
+    if kind.many:
+        return tuple(_scalar_from_text(kind, w) for w in words)
+    if len(words) > 1:
+        raise ValueError(f"expected {kind.noun}, found {len(words)} values: {' '.join(words)}")
+    return _scalar_from_text(kind, words[0])
+
+
+def _scalar_from_text(kind: Kind, word: str) -> Any:
+    value: Any = word
+    try:
+        if kind.base is bool:
+            value = {"true": True, "1": True, "false": False, "0": False}[word.lower()]
+        elif kind.base in (int, float):
+            value = kind.base(word)
+        elif kind.base is dict:
+            value = json.loads(word)
+    except (ValueError, KeyError):
+        expected = "a JSON object such as '{\"key\": 1}'" if kind.base is dict else kind.noun_of_one
+        raise ValueError(f"expected {expected}, found {word!r}") from None
+    return _checked(kind, value, word)
+
+
+def from_object(kind: Kind, value: Any) -> Any:
+    """Checks a value of a configuration file; a string is never taken for a number or a boolean.
+
+    Raises:
+        ValueError: the type is wrong; the message says what was expected and what was found.
+    """
+    if kind.optional and (value is None or value == "none"):
+        return None
+    if kind.many:
+        return tuple(_scalar_from_object(kind, v) for v in (value if isinstance(value, list) else [value]))
+    return _scalar_from_object(kind, value)
+
+
+def _scalar_from_object(kind: Kind, value: Any) -> Any:
+    if kind.base is dict and isinstance(value, str):
+        return _scalar_from_text(kind, value)
+    if kind.base is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    return _checked(kind, value, value)
+
+
+def _checked(kind: Kind, value: Any, shown: Any) -> Any:
+    right = isinstance(value, kind.base) and not (kind.base is int and isinstance(value, bool))
+    if right and isinstance(value, float) and math.isnan(value):
+        right = False
+    if right and kind.choices and value not in kind.choices:
+        right = False
+    if not right:
+        raise ValueError(f"expected {kind.noun_of_one}, found {shown!r}")
+    return value

@@ -1,0 +1,193 @@
+"""Settings of a whole run: where its processes go, how long it lasts, what it logs, and how to look inside it."""
+
+import dataclasses
+import importlib.util
+from typing import ClassVar, Literal
+
+from relax_data.options import flag, given_flags, option
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """Which GPUs train, which generate, and how the two share them."""
+
+    TITLE: ClassVar[str] = "Resources and modes"
+
+    colocate: bool = option(
+        True, "Train and generate in turn on the same GPUs, with sleep and wake. On unless --fully-async."
+    )
+    fully_async: bool = option(
+        False, "Train and generate at once on separate GPUs, with the data going through TransferQueue."
+    )
+    max_staleness: int = option(
+        1,
+        "With --fully-async: how many versions older than the policy the oldest token of a consumed sample may be. "
+        "The producer waits; nothing is thrown away.",
+    )
+    actor_num_nodes: int = option(1, "Nodes that train.")
+    actor_num_gpus_per_node: int | None = option(
+        None, "GPUs that train on each of them; by default all there are, 0 on a machine without GPUs (then CPU)."
+    )
+    rollout_num_gpus: int | None = option(
+        None,
+        "With --fully-async: GPUs that generate, in all; by default one node's, --num-gpus-per-node. "
+        "With --colocate the engines use the GPUs that train.",
+    )
+    num_gpus_per_node: int = option(8, "GPUs of one node of the cluster.")
+    ray_address: str | None = option(
+        None, "Ray cluster to join, as in `ray start --address`, or `auto`; by default Ray is started on this machine."
+    )
+
+    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
+        """What is wrong with these values, each with its fix."""
+        found = []
+        if self.fully_async and self.colocate:
+            found.append("--fully-async and --colocate exclude each other: remove one of them")
+        if not self.fully_async and not self.colocate:
+            found.append("--no-colocate alone chooses no mode: add --fully-async, or remove --no-colocate")
+        if not self.fully_async and "max_staleness" in given:
+            found.append("--max-staleness has no effect without --fully-async: remove it, or add --fully-async")
+        if not self.fully_async and self.rollout_num_gpus is not None and "rollout_num_gpus" in given:
+            found.append(
+                "--rollout-num-gpus has no effect with --colocate, where the engines use all GPUs that train: "
+                "remove it, or add --fully-async"
+            )
+        if self.max_staleness < 0:
+            found.append(f"--max-staleness must be 0 or more, not {self.max_staleness}")
+        for name, least in (("actor_num_nodes", 1), ("num_gpus_per_node", 1), ("actor_num_gpus_per_node", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                found.append(f"{flag(name)} must be {least} or more, not {value}")
+        if self.fully_async and self.rollout_num_gpus is not None and self.rollout_num_gpus < 1:
+            found.append(f"--rollout-num-gpus must be 1 or more, not {self.rollout_num_gpus}")
+        on_node = self.actor_num_gpus_per_node
+        if on_node is not None and on_node > self.num_gpus_per_node >= 1:
+            found.append(
+                f"--actor-num-gpus-per-node {on_node} is more than --num-gpus-per-node {self.num_gpus_per_node}: "
+                "a node has no more GPUs than that"
+            )
+        if on_node == 0 and self.actor_num_nodes > 1:
+            found.append("--actor-num-nodes has no effect without GPUs: training on CPU uses one node")
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """How long the run is, and what the command does instead of running."""
+
+    TITLE: ClassVar[str] = "Run"
+
+    config: str | None = option(
+        None,
+        "TOML or YAML file of options, keys in snake_case or kebab-case; ${config_dir} in its strings is its folder. "
+        "Defaults < file < environment RELAX_<KEY> < command line.",
+        metavar="FILE",
+    )
+    dry_run: bool = option(False, "Check everything, print the plan and exit.")
+    print_config: bool = option(False, "Print the merged options as TOML that --config accepts, and exit.")
+    num_rollout: int | None = option(None, "Rollouts of the whole run, counted from rollout 0 over all resumes.")
+    num_epoch: int | None = option(None, "Or: passes over the prompt data. Give exactly one of the two.")
+    eval_interval: int | None = option(None, "Evaluate before the first and after every N-th rollout.", metavar="N")
+    skip_eval_before_train: bool = option(False, "No evaluation before the first rollout.")
+
+    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
+        """What is wrong with these values, each with its fix."""
+        found = []
+        if self.num_rollout is not None and self.num_epoch is not None:
+            found.append(
+                f"--num-rollout {self.num_rollout} and --num-epoch {self.num_epoch} both say how long the run is: "
+                "give exactly one"
+            )
+        for name in ("num_rollout", "num_epoch", "eval_interval"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(f"{flag(name)} must be 1 or more, not {value}")
+        if self.skip_eval_before_train and self.eval_interval is None:
+            found.append("--skip-eval-before-train has no effect without --eval-interval: remove it, or add the interval")
+        if self.dry_run and self.print_config:
+            found.append("--dry-run and --print-config each print something else: give one of them")
+        return found
+
+
+_WANDB = ("wandb_project", "wandb_team", "wandb_group", "wandb_mode", "wandb_host", "wandb_dir", "wandb_run_id")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingSettings:
+    """Where the metrics go."""
+
+    TITLE: ClassVar[str] = "Logging"
+
+    tb_experiment_name: str | None = option(
+        None, "Name of the run: runs/NAME and traces/NAME. One is made once by the driver when it is not given."
+    )
+    use_tensorboard: bool = option(True, "Write TensorBoard scalars to runs/NAME/tensorboard.")
+    use_wandb: bool = option(False, "Log to Weights & Biases too (pip install wandb; the key is in WANDB_API_KEY).")
+    wandb_project: str | None = option(None, "W&B project; by default relax.")
+    wandb_team: str | None = option(None, "W&B team or user.")
+    wandb_group: str | None = option(None, "W&B group; by default the name of the run.")
+    wandb_mode: Literal["online", "offline", "disabled"] | None = option(None, "W&B mode; by default W&B's own.")
+    wandb_host: str | None = option(None, "Address of a W&B server of your own.")
+    wandb_dir: str | None = option(None, "Folder of W&B's files; by default the run directory.")
+    wandb_run_id: str | None = option(None, "W&B run to go on with.")
+
+    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
+        """What is wrong with these values, each with its fix."""
+        found = []
+        name = self.tb_experiment_name
+        if name is not None and (not name.strip() or name in (".", "..") or any(c in name for c in "/\\\0\n")):
+            found.append(f"--tb-experiment-name {name!r} must be a folder name without slashes")
+        idle = [n for n in _WANDB if n in given and getattr(self, n) is not None]
+        if idle and not self.use_wandb:
+            found.append(f"{given_flags(idle)} without effect: add --use-wandb, or remove it")
+        if self.use_wandb and importlib.util.find_spec("wandb") is None:
+            found.append("--use-wandb needs the package wandb: pip install wandb")
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DebugSettings:
+    """One half of the loop at a time."""
+
+    TITLE: ClassVar[str] = "Debugging"
+
+    debug_rollout_only: bool = option(False, "Generate and score, never train: no training process is started.")
+    debug_train_only: bool = option(
+        False, "Train on saved samples, never generate: no engine is started. Needs --load-debug-rollout-data."
+    )
+    save_debug_rollout_data: str | None = option(
+        None, "Write each rollout's samples to this file; the path holds {rollout_id}.", metavar="PATH"
+    )
+    load_debug_rollout_data: str | None = option(
+        None, "Read each rollout's samples from this file; the path holds {rollout_id}.", metavar="PATH"
+    )
+
+    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
+        """What is wrong with these values, each with its fix."""
+        found = []
+        if self.debug_rollout_only and self.debug_train_only:
+            found.append("--debug-rollout-only and --debug-train-only exclude each other: remove one of them")
+        if self.debug_train_only and self.load_debug_rollout_data is None:
+            found.append("--debug-train-only needs samples to train on: add --load-debug-rollout-data PATH")
+        if self.load_debug_rollout_data is not None and not self.debug_train_only:
+            found.append("--load-debug-rollout-data has no effect without --debug-train-only: add it")
+        if self.save_debug_rollout_data is not None and self.debug_train_only:
+            found.append("--save-debug-rollout-data has no effect with --debug-train-only, where nothing is generated")
+        for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
+            path = getattr(self, name)
+            if path is None:
+                continue
+            try:
+                distinct = path.format(rollout_id=0) != path.format(rollout_id=1)
+            except (KeyError, IndexError, ValueError) as error:
+                found.append(f"{flag(name)} {path!r} is no path with {{rollout_id}}: {error!r}")
+                continue
+            if not distinct:
+                found.append(
+                    f"{flag(name)} {path!r} must hold {{rollout_id}}, so that each rollout has a file of its own: "
+                    "for example samples_{rollout_id}.pkl"
+                )
+        return found
+
+
+SETTINGS: tuple[type, ...] = (RunSettings, ClusterSettings, LoggingSettings, DebugSettings)

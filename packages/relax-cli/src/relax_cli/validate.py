@@ -1,0 +1,262 @@
+"""Checks that need more than one package's settings, or the files that they name."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from relax_data.files import resolve_files
+from relax_data.options import flag, given_flags
+from relax_train.settings.model import read_hf_config
+
+from relax_cli.config import RunConfig
+from relax_cli.layout import local_gpus
+from relax_cli.model_facts import ModelFacts
+
+Problems = list[str]
+
+
+def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problems]:
+    """Everything that is wrong with a configuration.
+
+    Args:
+        planning: nothing will be started, so what this machine has does not matter.
+
+    Returns:
+        (what is wrong with the options, what a real start needs beside them). The second list is an error for a start
+        and a note for a plan.
+    """
+    wrong: Problems = []
+    for part in config.parts():
+        wrong += part.problems(config.given)
+    checks: list[Callable[[RunConfig], Problems]] = [
+        _mode_problems,
+        _batch_problems,
+        _gpu_problems,
+        _model_problems,
+        _length_problems,
+        _eval_problems,
+        _debug_problems,
+    ]
+    for check in checks:
+        wrong += check(config)
+    needed = _start_needs(config)
+    if not planning:
+        needed += _machine_problems(config)
+    return list(dict.fromkeys(wrong)), list(dict.fromkeys(needed))
+
+
+def _mode_problems(config: RunConfig) -> Problems:
+    found = []
+    if config.cluster.fully_async:
+        if config.train.batch.balance_data:
+            found.append(
+                "--balance-data works with --colocate only: with --fully-async each data-parallel rank takes its samples "
+                "from TransferQueue as they come, before the others are known; remove one of the two"
+            )
+    elif "num_data_storage_units" in config.given:
+        found.append("--num-data-storage-units has no effect without --fully-async: remove it, or add --fully-async")
+    return found
+
+
+def _batch_problems(config: RunConfig) -> Problems:
+    """The arithmetic of rollout, optimizer step and micro-batch, with its numbers in the message."""
+    batch, prompts, each = config.train.batch, config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
+    if min(prompts, each, batch.micro_batch_size) < 1:
+        return []
+    try:
+        step = batch.samples_per_step(prompts * each)
+    except (ValueError, ZeroDivisionError) as error:
+        positive = (batch.global_batch_size or 1) > 0 and (batch.num_steps_per_rollout or 1) > 0
+        arithmetic = f"--rollout-batch-size {prompts} x --n-samples-per-prompt {each} = {prompts * each} samples"
+        return [f"{arithmetic}: {error}"] if positive else []
+    if config.layout is None or config.debug.debug_rollout_only:
+        return []
+    dp, micro = config.layout.dp, batch.micro_batch_size
+    if batch.use_dynamic_batch_size:
+        if step < dp:
+            return [
+                f"--global-batch-size {step} is less than the data-parallel size {dp}: each rank needs at least one "
+                "sample of an optimizer step"
+            ]
+    elif step % (dp * micro):
+        return [
+            f"--global-batch-size {step} is no multiple of data-parallel size {dp} x --micro-batch-size {micro} = "
+            f"{dp * micro}: change the sizes, or pack by tokens with --use-dynamic-batch-size"
+        ]
+    return []
+
+
+def _gpu_problems(config: RunConfig) -> Problems:
+    layout, cluster = config.layout, config.cluster
+    if layout is None:
+        return []
+    if layout.device == "cpu":
+        found = []
+        if cluster.fully_async:
+            found.append("--fully-async needs GPUs, and --actor-num-gpus-per-node is 0: raise it, or use --colocate")
+        if config.sglang.rollout_num_gpus_per_engine > 1:
+            found.append(
+                f"--rollout-num-gpus-per-engine {config.sglang.rollout_num_gpus_per_engine} has no effect without GPUs: "
+                "remove it"
+            )
+        return found
+    per_engine = config.sglang.rollout_num_gpus_per_engine
+    gpus = layout.train_ranks if layout.shared else cluster.rollout_num_gpus or 0
+    if per_engine >= 1 and gpus % per_engine:
+        return [
+            f"the engines have {gpus} GPUs, which is no multiple of --rollout-num-gpus-per-engine {per_engine}: "
+            "change one of them"
+        ]
+    if per_engine > cluster.num_gpus_per_node:
+        return [
+            f"--rollout-num-gpus-per-engine {per_engine} is more than one node has (--num-gpus-per-node "
+            f"{cluster.num_gpus_per_node}): an engine must fit into a node"
+        ]
+    return []
+
+
+def _model_problems(config: RunConfig) -> Problems:
+    """Parallel sizes against the model; what is wrong with the folder itself, the model's settings say."""
+    try:
+        hf_config = read_hf_config(config.train.model.hf_checkpoint)
+    except ValueError:
+        return []
+    try:
+        facts = ModelFacts.from_config(hf_config)
+    except ValueError as error:
+        return [f"--hf-checkpoint {config.train.model.hf_checkpoint}: {error}"]
+    found = []
+    if config.layout is not None and not config.debug.debug_rollout_only:
+        found += config.train.parallel.model_problems(hf_config, config.layout.train_ranks)
+    tp = config.sglang.rollout_num_gpus_per_engine
+    if tp > 1 and facts.heads % tp:
+        found.append(
+            f"--rollout-num-gpus-per-engine {tp} does not divide the model's num_attention_heads {facts.heads}: choose a "
+            "divisor of it"
+        )
+    longest = config.rollout.rollout_max_context_len
+    if longest is not None and facts.max_positions is not None and longest > facts.max_positions:
+        found.append(
+            f"--rollout-max-context-len {longest} is more than the model's max_position_embeddings "
+            f"{facts.max_positions}: lower it"
+        )
+    return found
+
+
+def _length_problems(config: RunConfig) -> Problems:
+    """A sample that may be longer than a micro-batch, as far as lengths are known before the run."""
+    rollout, batch, found = config.rollout, config.train.batch, []
+    limit, prompt, response = (
+        rollout.rollout_max_context_len,
+        config.data.rollout_max_prompt_len,
+        rollout.rollout_max_response_len,
+    )
+    if limit is not None and prompt is not None and prompt >= limit:
+        found.append(
+            f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {limit}: "
+            "lower the one or raise the other"
+        )
+    if not batch.use_dynamic_batch_size:
+        return found
+    longest, why = response + 1, f"--rollout-max-response-len {response} + a prompt of at least 1"
+    if prompt is not None:
+        longest, why = response + prompt, f"--rollout-max-response-len {response} + --rollout-max-prompt-len {prompt}"
+    if limit is not None and (prompt is None or limit < longest):
+        longest, why = limit, f"--rollout-max-context-len {limit}"
+    cp = max(1, config.train.parallel.context_parallel_size)
+    for name in ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu"):
+        cap = getattr(batch, name)
+        if cap is not None and cap * cp < longest and (name in config.given or name == "max_tokens_per_gpu"):
+            found.append(
+                f"a sample may have {longest} tokens ({why}), but a micro-batch holds at most {cap * cp} "
+                f"({flag(name)} {cap} x --context-parallel-size {cp}): raise {flag(name)} or --context-parallel-size, or "
+                "lower the lengths"
+            )
+    return found
+
+
+def _eval_problems(config: RunConfig) -> Problems:
+    found = []
+    data, interval = config.eval.eval_prompt_data, config.run.eval_interval
+    if data and interval is None:
+        found.append("--eval-prompt-data has no effect without --eval-interval: add it, or remove the data")
+    if interval is not None and not data:
+        found.append("--eval-interval has no effect without --eval-prompt-data NAME PATH: add it, or remove the interval")
+    for name, path in zip(data[::2], data[1::2], strict=False):
+        try:
+            resolve_files((path,))
+        except ValueError as error:
+            found.append(f"--eval-prompt-data {name}: {error}")
+    return found
+
+
+def _debug_problems(config: RunConfig) -> Problems:
+    """Options of the half of the loop that a debugging mode leaves out; only those whose result somebody waits for."""
+    debug, given = config.debug, config.given
+    found = []
+    if debug.debug_rollout_only:
+        idle = [n for n in ("save", "save_hf", "save_interval") if n in given]
+        idle += [n for n in ("use_pytorch_profiler", "record_memory_history") if _on(config, n)]
+        if idle:
+            found.append(f"{given_flags(idle)} without effect: --debug-rollout-only trains nothing; remove it")
+    if debug.debug_train_only:
+        idle = [n for n in ("eval_prompt_data", "eval_interval") if n in given]
+        idle += [n for n in ("sglang_profile", "partial_rollout") if _on(config, n)]
+        if idle:
+            found.append(f"{given_flags(idle)} without effect: --debug-train-only generates nothing; remove it")
+    return found
+
+
+def _on(config: RunConfig, name: str) -> bool:
+    return any(getattr(part, name, False) is True for part in config.parts())
+
+
+def _start_needs(config: RunConfig) -> Problems:
+    """What a run needs that a plan can do without."""
+    found = []
+    if config.run.num_rollout is None and config.run.num_epoch is None:
+        found.append("how long the run is: add exactly one of --num-rollout and --num-epoch")
+    if not config.reward.configured and not config.debug.debug_train_only:
+        found.append("what scores a response: add --rm-type, --custom-rm-path or --rm-url")
+    if config.cluster.fully_async:
+        found.append(
+            "--fully-async is planned and checked by this version, but it runs --colocate only: remove --fully-async"
+        )
+    folder = Path(config.train.model.hf_checkpoint)
+    if (folder / "config.json").is_file():
+        found += _folder_needs("--hf-checkpoint", folder, tokenizer=True)
+    reference = config.train.model.ref_load
+    if reference is not None and (Path(reference) / "config.json").is_file():
+        found += _folder_needs("--ref-load", Path(reference), tokenizer=False)
+    return found
+
+
+def _folder_needs(option: str, folder: Path, *, tokenizer: bool) -> Problems:
+    names = os.listdir(folder)
+    found = []
+    if not any(n.endswith(".safetensors") for n in names):
+        found.append(f"{option} {folder} has no weights: it must hold *.safetensors files; download the whole model")
+    if tokenizer and not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(names):
+        found.append(f"{option} {folder} has no tokenizer: it must hold tokenizer.json; download the whole model")
+    return found
+
+
+def _machine_problems(config: RunConfig) -> Problems:
+    """What the options ask of this machine; a Ray cluster that is joined is asked when it is joined."""
+    cluster = config.cluster
+    if cluster.ray_address is not None:
+        return []
+    found = []
+    asked, here = cluster.actor_num_gpus_per_node or 0, local_gpus()
+    if asked > here:
+        fix = "set it to 0 to run on CPU" if here == 0 else f"lower it to {here}"
+        found.append(
+            f"--actor-num-gpus-per-node {asked}: this machine has {here} GPUs; {fix}, or join a cluster with --ray-address"
+        )
+    if cluster.actor_num_nodes > 1:
+        found.append(
+            f"--actor-num-nodes {cluster.actor_num_nodes} needs a Ray cluster: start one on the nodes with `ray start` "
+            "and join it with --ray-address"
+        )
+    return found
+

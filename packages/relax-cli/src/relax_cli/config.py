@@ -205,13 +205,32 @@ def _told(problems: Sequence[str], given: Mapping[str, Given], silent: set[str])
     return told
 
 
+def fit(config: RunConfig, available_gpus: int) -> RunConfig:
+    """The configuration once the cluster is known: with its ``layout``, checked against model and batch.
+
+    Args:
+        available_gpus: GPUs of the cluster that the run has joined; 0 puts the run on CPU.
+
+    Raises:
+        ConfigError: the options do not fit the cluster.
+    """
+    from relax_cli.validate import layout_problems
+
+    layout = make_layout(config.cluster, config.train.parallel, config.sglang, available_gpus=available_gpus)
+    fitted = dataclasses.replace(config, layout=layout)
+    problems = layout_problems(fitted, available_gpus)
+    if problems:
+        raise ConfigError(problems)
+    return fitted
+
+
 def to_toml(config: RunConfig) -> str:
     """The options of a run as TOML for ``--config``: those that were given, and all others as comments.
 
     Reading the text back gives the same settings and the same ``given``.
     """
     namespace = registry.namespace()
-    lines = ["# Options of `relax train`. A line that is a comment shows a default or what was derived from the others."]
+    lines = ["# Options of `relax train`. A comment shows a default, or what was derived from other options."]
     for part in config.parts():
         lines += ["", f"# {type(part).TITLE}"]
         for field in dataclasses.fields(part):

@@ -26,7 +26,7 @@ _PATHS = (
 """Made absolute, because the processes of a run need not share the driver's current directory."""
 
 LARGEST_CPU_MODEL = 1_000_000_000
-"""Parameters above which a plan made on a machine without GPUs is a plan for GPUs: such a model is not trained on CPU."""
+"""Parameters above which a plan made on a machine without GPUs is one for GPUs: nobody trains such a model on CPU."""
 
 
 def derive(

@@ -25,8 +25,9 @@ class _Entry:
 def read_file(path: Path, namespace: Namespace) -> Layer:
     """Reads one configuration file; every error names the file, the line where it can be found, and the key.
 
-    Keys are snake_case or kebab-case. ``${config_dir}`` in a string is the absolute folder of the file, ``$${config_dir}``
-    is that text itself. Other relative paths are relative to the current directory, as on the command line.
+    Keys are snake_case or kebab-case. ``${config_dir}`` in a string is the absolute folder of the file, and
+    ``$${config_dir}`` that text itself. Other relative paths are relative to the current directory, as on the command
+    line.
     """
     layer = Layer()
     try:

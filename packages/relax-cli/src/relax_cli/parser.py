@@ -11,6 +11,8 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from relax_data.options import flag
+
 from relax_cli.schema import Option, from_text
 from relax_cli.suggest import did_you_mean
 
@@ -64,12 +66,9 @@ class Namespace:
         """
         return self.options.get(name) or self.passed(name)
 
-    def unknown(self, written: str, prefix: str = "") -> str:
-        """``no such option; did you mean ...?`` for what the user wrote, without leading dashes."""
-        names = [*self.options, *self.passed_names]
-        if prefix == "--":
-            names = [n.replace("_", "-") for n in names]
-        return "no such option" + did_you_mean(written, names, prefix)
+    def unknown(self, written: str, spell: Callable[[str], str] = str) -> str:
+        """``no such option; did you mean ...?`` for a name that does not exist; ``spell`` writes the nearest ones."""
+        return "no such option" + did_you_mean(written, [*self.options, *self.passed_names], spell)
 
 
 def read_command_line(words: Sequence[str], namespace: Namespace) -> Layer:
@@ -105,7 +104,7 @@ def _read_flag(written: str, words: list[str], namespace: Namespace, layer: Laye
     where = f"--{written}"
     try:
         if "_" in written or written != written.lower():
-            raise ValueError(namespace.unknown(written, "--"))
+            raise ValueError(namespace.unknown(written, flag))
         option = namespace.find(name)
         if option is None and name.startswith("no_"):
             option = namespace.find(name.removeprefix("no_"))
@@ -120,9 +119,11 @@ def _read_flag(written: str, words: list[str], namespace: Namespace, layer: Laye
             value = from_text(option.kind, words)
             words = []
         if option is None:
-            raise ValueError(namespace.unknown(written, "--"))
+            raise ValueError(namespace.unknown(written, flag))
         if words:
-            raise ValueError(f"takes no value, found {' '.join(words)!r}; write {option.flag} or --no-{option.flag[2:]}")
+            raise ValueError(
+                f"takes no value, found {' '.join(words)!r}; write {option.flag} or --no-{option.flag[2:]}"
+            )
     except ValueError as error:
         layer.errors.append(f"{where}: {error}")
         layer.failed.add(name)
@@ -140,8 +141,7 @@ def read_environment(environ: Mapping[str, str], namespace: Namespace) -> Layer:
         try:
             option = namespace.find(name)
             if option is None or variable != variable.upper():
-                shown = namespace.unknown(name).replace("did you mean ", f"did you mean {ENVIRONMENT_PREFIX}")
-                raise ValueError(shown + f" (environment variables {ENVIRONMENT_PREFIX}* are options of relax)")
+                raise ValueError(namespace.unknown(name, lambda n: ENVIRONMENT_PREFIX + n.upper()))
             text = environ[variable]
             words = shlex.split(text) if option.kind.many else [text]
             layer.values[name] = Given(from_text(option.kind, words), variable)

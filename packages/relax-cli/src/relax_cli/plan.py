@@ -93,11 +93,15 @@ def _processes(config: RunConfig) -> Rows:
         rows = [("GPUs", "none: everything runs on CPU"), ("trainer", trainer), ("engines", engines)]
     else:
         nodes = cluster.actor_num_nodes
-        where = f"{nodes} node x {cluster.actor_num_gpus_per_node} GPUs" if nodes == 1 else (
-            f"{nodes} nodes x {cluster.actor_num_gpus_per_node} GPUs"
+        where = (
+            f"{nodes} node x {cluster.actor_num_gpus_per_node} GPUs"
+            if nodes == 1
+            else (f"{nodes} nodes x {cluster.actor_num_gpus_per_node} GPUs")
         )
-        on = "the same GPUs, in turn with the trainer" if layout.shared else (
-            f"{layout.engines * layout.gpus_per_engine} GPUs of their own"
+        on = (
+            "the same GPUs, in turn with the trainer"
+            if layout.shared
+            else (f"{layout.engines * layout.gpus_per_engine} GPUs of their own")
         )
         rows = [
             ("GPUs", f"{layout.gpus} in all"),
@@ -121,7 +125,7 @@ def _parallel(config: RunConfig) -> Rows:
     if layout.ep > 1 or parallel.expert_tensor_parallel_size is not None:
         rows.append(("experts: EP x ETP x DP", f"{layout.ep} x {layout.etp} x {layout.expert_dp} a pipeline stage"))
     rows.append(("sequence parallel", "on" if parallel.sequence_parallel else "off"))
-    recompute = parallel.recompute_granularity or "off"
+    recompute: str = parallel.recompute_granularity or "off"
     if parallel.recompute_method is not None:
         recompute += f", {parallel.recompute_method}, {parallel.recompute_num_layers} layers"
     rows.append(("recompute", recompute))
@@ -138,12 +142,16 @@ def _batches(config: RunConfig) -> Rows:
         ("optimizer steps a rollout", f"{samples} samples / {size} a step = {steps}"),
     ]
     if rollout.submitted_prompts > prompts:
-        rows.insert(1, ("over-sampling", f"{rollout.submitted_prompts} prompts submitted, the first {prompts} are used"))
+        rows.insert(
+            1, ("over-sampling", f"{rollout.submitted_prompts} prompts submitted, the first {prompts} are used")
+        )
     if layout is not None:
         rows.append(("samples a rank and step", f"{size} / {layout.dp} = {size / layout.dp:g}"))
     if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is not None:
         cp = config.train.parallel.context_parallel_size
-        rows.append(("micro-batch", f"at most {batch.max_tokens_per_gpu} x CP {cp} = {batch.max_tokens_per_gpu * cp} tokens"))
+        rows.append(
+            ("micro-batch", f"at most {batch.max_tokens_per_gpu} x CP {cp} = {batch.max_tokens_per_gpu * cp} tokens")
+        )
         cap = batch.log_probs_cap or 0
         rows.append(("log-prob pass", f"at most {cap} x CP {cp} = {cap * cp} tokens"))
     else:

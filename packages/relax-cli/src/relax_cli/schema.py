@@ -48,16 +48,17 @@ def kind_of(annotation: Any) -> Kind:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         rest = [a for a in arguments if a is not types.NoneType]
-        assert len(rest) == 1 and len(arguments) == 2, f"an option cannot be {annotation}"
+        assert len(rest) == 1 == len(arguments) - 1, f"an option cannot be {annotation}"
         return dataclasses.replace(kind_of(rest[0]), optional=True)
     if origin is Literal:
         bases = {type(a) for a in arguments}
-        assert len(bases) == 1 and bases <= {int, str}, f"an option cannot be {annotation}"
+        assert bases in ({int}, {str}), f"an option cannot be {annotation}"
         return Kind(bases.pop(), choices=arguments)
     if origin is tuple:
-        assert len(arguments) == 2 and arguments[1] is Ellipsis, f"an option cannot be {annotation}"
+        assert arguments[1:] == (Ellipsis,), f"an option cannot be {annotation}"
         element = kind_of(arguments[0])
-        assert not (element.many or element.optional or element.base in (bool, dict)), f"no option can be {annotation}"
+        plain = element.base in (int, float, str) and not element.many and not element.optional
+        assert plain, f"an option cannot be {annotation}"
         return dataclasses.replace(element, many=True)
     if origin in (dict, Mapping) or annotation is dict:
         return Kind(dict)
@@ -124,7 +125,9 @@ def merge_options(classes: Iterable[type]) -> dict[str, Option]:
             merged[option.name] = option
     for name in merged:
         positive = merged.get(name.removeprefix("no_"))
-        assert not name.startswith("no_") or positive is None or positive.kind.base is not bool, f"--{name} is ambiguous"
+        assert not name.startswith("no_") or positive is None or positive.kind.base is not bool, (
+            f"--{name} is ambiguous"
+        )
     return merged
 
 

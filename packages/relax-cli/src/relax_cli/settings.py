@@ -103,7 +103,9 @@ class RunSettings:
             if value is not None and value < 1:
                 found.append(f"{flag(name)} must be 1 or more, not {value}")
         if self.skip_eval_before_train and self.eval_interval is None:
-            found.append("--skip-eval-before-train has no effect without --eval-interval: remove it, or add the interval")
+            found.append(
+                "--skip-eval-before-train has no effect without --eval-interval: remove it, or add the interval"
+            )
         if self.dry_run and self.print_config:
             found.append("--dry-run and --print-config each print something else: give one of them")
         return found

@@ -1,13 +1,13 @@
 """Which valid name the user probably meant."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
     """The valid names nearest to a wrong one, best first.
 
-    A name that only differs in ``-`` and ``_`` comes first, then close spellings, then names that begin with it
+    A name that only differs in ``-`` and ``_`` is the only one; else close spellings, then names that begin with it
     (someone abbreviated), then names that hold all of its words.
 
     Args:
@@ -21,8 +21,9 @@ def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
 
     wanted = plain(name)
     by_plain = {plain(v): v for v in sorted(valid)}
-    found = [wanted] if wanted in by_plain else []
-    found += difflib.get_close_matches(wanted, list(by_plain), n=limit, cutoff=0.75)
+    if wanted in by_plain:
+        return [by_plain[wanted]]
+    found = difflib.get_close_matches(wanted, list(by_plain), n=limit, cutoff=0.75)
     if len(wanted) >= 3:
         found += sorted((v for v in by_plain if v.startswith(wanted)), key=len)
         words = set(wanted.split("-"))
@@ -32,10 +33,13 @@ def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
     return [by_plain[v] for v in dict.fromkeys(found)][:limit]
 
 
-def did_you_mean(name: str, valid: Iterable[str], prefix: str = "") -> str:
-    """``; did you mean --a or --b?``, or nothing when no name is near."""
-    names = nearest(name, valid)
-    if not names:
+def did_you_mean(written: str, valid: Iterable[str], spell: Callable[[str], str] = str) -> str:
+    """``; did you mean --a or --b?``, or nothing when no name is near.
+
+    Args:
+        spell: how a name is written where the user wrote it.
+    """
+    shown = [spell(name) for name in nearest(written, valid)]
+    if not shown:
         return ""
-    shown = [prefix + n for n in names]
     return "; did you mean " + (shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + " or " + shown[-1]) + "?"

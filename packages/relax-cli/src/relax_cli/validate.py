@@ -1,7 +1,7 @@
 """Checks that need more than one package's settings, or the files that they name."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relax_data.files import resolve_files
@@ -45,13 +45,24 @@ def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problem
     return list(dict.fromkeys(wrong)), list(dict.fromkeys(needed))
 
 
+def layout_problems(config: RunConfig, available_gpus: int) -> Problems:
+    """What does not fit between the options and a cluster of so many GPUs, once it has been joined."""
+    assert config.layout is not None, "with a number of GPUs there is always a layout"
+    if config.layout.gpus > available_gpus:
+        return [
+            f"the run needs {config.layout.gpus} GPUs but the Ray cluster has {available_gpus}: lower "
+            "--actor-num-nodes or --actor-num-gpus-per-node, or join a larger cluster with --ray-address"
+        ]
+    return [*_gpu_problems(config), *_model_problems(config), *_batch_problems(config)]
+
+
 def _mode_problems(config: RunConfig) -> Problems:
     found = []
     if config.cluster.fully_async:
         if config.train.batch.balance_data:
             found.append(
-                "--balance-data works with --colocate only: with --fully-async each data-parallel rank takes its samples "
-                "from TransferQueue as they come, before the others are known; remove one of the two"
+                "--balance-data works with --colocate only: with --fully-async each data-parallel rank takes its "
+                "samples from TransferQueue as they come, before the others are known; remove one of the two"
             )
     elif "num_data_storage_units" in config.given:
         found.append("--num-data-storage-units has no effect without --fully-async: remove it, or add --fully-async")
@@ -75,13 +86,14 @@ def _batch_problems(config: RunConfig) -> Problems:
     if batch.use_dynamic_batch_size:
         if step < dp:
             return [
-                f"--global-batch-size {step} is less than the data-parallel size {dp}: each rank needs at least one "
-                "sample of an optimizer step"
+                f"an optimizer step has {step} samples (--global-batch-size), fewer than the data-parallel size {dp}: "
+                "each rank needs at least one; raise the batch or the parallel sizes"
             ]
     elif step % (dp * micro):
         return [
-            f"--global-batch-size {step} is no multiple of data-parallel size {dp} x --micro-batch-size {micro} = "
-            f"{dp * micro}: change the sizes, or pack by tokens with --use-dynamic-batch-size"
+            f"an optimizer step has {step} samples (--global-batch-size), which is no multiple of data-parallel size "
+            f"{dp} x --micro-batch-size {micro} = {dp * micro}: change the sizes, or pack by tokens with "
+            "--use-dynamic-batch-size and --max-tokens-per-gpu"
         ]
     return []
 
@@ -94,11 +106,9 @@ def _gpu_problems(config: RunConfig) -> Problems:
         found = []
         if cluster.fully_async:
             found.append("--fully-async needs GPUs, and --actor-num-gpus-per-node is 0: raise it, or use --colocate")
-        if config.sglang.rollout_num_gpus_per_engine > 1:
-            found.append(
-                f"--rollout-num-gpus-per-engine {config.sglang.rollout_num_gpus_per_engine} has no effect without GPUs: "
-                "remove it"
-            )
+        per_engine = config.sglang.rollout_num_gpus_per_engine
+        if per_engine > 1:
+            found.append(f"--rollout-num-gpus-per-engine {per_engine} has no effect without GPUs: remove it")
         return found
     per_engine = config.sglang.rollout_num_gpus_per_engine
     gpus = layout.train_ranks if layout.shared else cluster.rollout_num_gpus or 0
@@ -131,8 +141,8 @@ def _model_problems(config: RunConfig) -> Problems:
     tp = config.sglang.rollout_num_gpus_per_engine
     if tp > 1 and facts.heads % tp:
         found.append(
-            f"--rollout-num-gpus-per-engine {tp} does not divide the model's num_attention_heads {facts.heads}: choose a "
-            "divisor of it"
+            f"--rollout-num-gpus-per-engine {tp} does not divide the model's num_attention_heads {facts.heads}: "
+            "choose a divisor of it"
         )
     longest = config.rollout.rollout_max_context_len
     if longest is not None and facts.max_positions is not None and longest > facts.max_positions:
@@ -169,8 +179,8 @@ def _length_problems(config: RunConfig) -> Problems:
         if cap is not None and cap * cp < longest and (name in config.given or name == "max_tokens_per_gpu"):
             found.append(
                 f"a sample may have {longest} tokens ({why}), but a micro-batch holds at most {cap * cp} "
-                f"({flag(name)} {cap} x --context-parallel-size {cp}): raise {flag(name)} or --context-parallel-size, or "
-                "lower the lengths"
+                f"({flag(name)} {cap} x --context-parallel-size {cp}): raise {flag(name)} or --context-parallel-size, "
+                "or lower the lengths"
             )
     return found
 
@@ -181,7 +191,9 @@ def _eval_problems(config: RunConfig) -> Problems:
     if data and interval is None:
         found.append("--eval-prompt-data has no effect without --eval-interval: add it, or remove the data")
     if interval is not None and not data:
-        found.append("--eval-interval has no effect without --eval-prompt-data NAME PATH: add it, or remove the interval")
+        found.append(
+            "--eval-interval has no effect without --eval-prompt-data NAME PATH: add it, or remove the interval"
+        )
     for name, path in zip(data[::2], data[1::2], strict=False):
         try:
             resolve_files((path,))
@@ -192,23 +204,22 @@ def _eval_problems(config: RunConfig) -> Problems:
 
 def _debug_problems(config: RunConfig) -> Problems:
     """Options of the half of the loop that a debugging mode leaves out; only those whose result somebody waits for."""
-    debug, given = config.debug, config.given
-    found = []
+    debug, found = config.debug, []
     if debug.debug_rollout_only:
-        idle = [n for n in ("save", "save_hf", "save_interval") if n in given]
-        idle += [n for n in ("use_pytorch_profiler", "record_memory_history") if _on(config, n)]
+        idle = _idle(config, ("save", "save_hf", "save_interval"), ("use_pytorch_profiler", "record_memory_history"))
         if idle:
             found.append(f"{given_flags(idle)} without effect: --debug-rollout-only trains nothing; remove it")
     if debug.debug_train_only:
-        idle = [n for n in ("eval_prompt_data", "eval_interval") if n in given]
-        idle += [n for n in ("sglang_profile", "partial_rollout") if _on(config, n)]
+        idle = _idle(config, ("eval_prompt_data", "eval_interval"), ("sglang_profile", "partial_rollout"))
         if idle:
             found.append(f"{given_flags(idle)} without effect: --debug-train-only generates nothing; remove it")
     return found
 
 
-def _on(config: RunConfig, name: str) -> bool:
-    return any(getattr(part, name, False) is True for part in config.parts())
+def _idle(config: RunConfig, valued: Sequence[str], switches: Sequence[str]) -> list[str]:
+    """Which of these options the user set, the switches only when they are on."""
+    on = {name for part in config.parts() for name in switches if getattr(part, name, False) is True}
+    return [n for n in valued if n in config.given] + [n for n in switches if n in on]
 
 
 def _start_needs(config: RunConfig) -> Problems:
@@ -251,7 +262,8 @@ def _machine_problems(config: RunConfig) -> Problems:
     if asked > here:
         fix = "set it to 0 to run on CPU" if here == 0 else f"lower it to {here}"
         found.append(
-            f"--actor-num-gpus-per-node {asked}: this machine has {here} GPUs; {fix}, or join a cluster with --ray-address"
+            f"--actor-num-gpus-per-node {asked}: this machine has {here} GPUs; {fix}, or join a cluster with "
+            "--ray-address"
         )
     if cluster.actor_num_nodes > 1:
         found.append(
@@ -259,4 +271,3 @@ def _machine_problems(config: RunConfig) -> Problems:
             "and join it with --ray-address"
         )
     return found
-

@@ -1,9 +1,9 @@
-"""Advantages of the samples of a rollout. Host arithmetic in float64: every rank has the whole batch and does the same."""
+"""Advantages of the samples of a rollout: host arithmetic in float64, the same on every rank."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
 from relax_data.types import TrainBatch
+
 from relax_train.settings.algorithm import AlgorithmSettings
 
 STD_FLOOR = 1e-6
@@ -110,11 +110,10 @@ def compute_advantages(
             raise ValueError(f"{name}: its reward is {reward}; the reward function must return a finite number")
     rewards = batch.rewards.astype(np.float64)
     if settings.kl_coef != 0:
-        assert old_log_probs is not None and ref_log_probs is not None, "--kl-coef needs both log-probs"
+        assert old_log_probs is not None, "--kl-coef needs the log-probs of the policy"
+        assert ref_log_probs is not None, "--kl-coef needs the log-probs of the reference"
         rewards = rewards_minus_kl(batch, old_log_probs, ref_log_probs, settings.kl_coef)
-    advantages = group_normalized(
-        rewards, batch.group_ids, divide_by_std=not settings.disable_grpo_std_normalization
-    )
+    advantages = group_normalized(rewards, batch.group_ids, divide_by_std=not settings.disable_grpo_std_normalization)
     if settings.normalize_advantages:
         advantages = whitened(advantages, [mask.sum() for mask in batch.loss_masks])
     return advantages

@@ -31,7 +31,7 @@ class AlgorithmSettings:
     kl_loss_coef: float = option(
         0.0, "Weight of the KL loss; needs --use-kl-loss. With 0 no reference forward pass is run."
     )
-    kl_loss_type: KLLossType = option(
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option(
         "k3", "Estimator of the KL loss: k1, k2, k3 (Schulman), or low_var_kl: k3 limited to 10 a token."
     )
     kl_coef: float = option(

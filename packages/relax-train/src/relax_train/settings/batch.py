@@ -29,7 +29,10 @@ class BatchSettings:
         None, "The same for forward-only log-prob passes; default: --max-tokens-per-gpu."
     )
     balance_data: bool = option(
-        False, "Spread the samples of an optimizer step so that all data-parallel ranks get about as many tokens."
+        False,
+        "Deal samples so that optimizer steps and data-parallel ranks get about as many tokens each; responses of one "
+        "prompt may then fall into different optimizer steps. Micro-batches of --use-dynamic-batch-size are always "
+        "even over ranks.",
     )
 
     @property
@@ -86,5 +89,7 @@ class BatchSettings:
         else:
             for name in ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu"):
                 if name in given:
-                    found.append(f"{flag(name)} has no effect without --use-dynamic-batch-size: add it or drop the flag")
+                    found.append(
+                        f"{flag(name)} has no effect without --use-dynamic-batch-size: add it or drop the flag"
+                    )
         return found

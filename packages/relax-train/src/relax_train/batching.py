@@ -1,0 +1,246 @@
+"""From the samples of a rollout to what a forward pass takes. Needs numpy; torch only to move the result.
+
+A rollout is cut into optimizer steps, a step into micro-batches per data-parallel rank, and a micro-batch is one row of
+packed documents: each document is one sample, prompt and response. Everything of a response token lies at the position
+that PREDICTS it, one before its own.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from relax_data.packing import balance, pack, pack_static
+from relax_data.types import TrainBatch
+
+from relax_train.settings.batch import BatchSettings
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split:
+    """How micro-batches are divided over ranks.
+
+    Attributes:
+        dp_size: data-parallel ranks: each gets other samples.
+        cp_size: context-parallel ranks: each gets a part of every document.
+        cp_rank: which of them this rank is.
+        sequence_size: ranks that each context-parallel part is divided over again: the tensor-parallel size with
+            ``--sequence-parallel``, else 1.
+    """
+
+    dp_size: int = 1
+    cp_size: int = 1
+    cp_rank: int = 0
+    sequence_size: int = 1
+
+    @property
+    def document_multiple(self) -> int:
+        """Length of a padded document is a multiple of this: the zigzag cuts it into 2 x cp_size equal pieces."""
+        return 2 * self.cp_size if self.cp_size > 1 else 1
+
+    @property
+    def total_multiple(self) -> int:
+        """Length of a micro-batch is a multiple of this."""
+        return math.lcm(self.document_multiple, self.cp_size * self.sequence_size)
+
+    def padded(self, lengths: "NDArray[np.int64]") -> "NDArray[np.int64]":
+        """Lengths of the padded documents."""
+        return -(-lengths // self.document_multiple) * self.document_multiple
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One packed row, this context-parallel rank's part of it (``local`` positions).
+
+    Attributes:
+        tokens: int64 ``[local]``.
+        position_ids: int64 ``[local]``, position in the document.
+        labels: int64 ``[local]``, the next token of the document; 0 where there is none.
+        slots: int64 ``[local]``, number of the predicted response token among all response tokens of the batch in
+            sample order (:func:`response_offsets`); -1 where the next token is no response token.
+        columns: further values of the predicted token, float64 ``[local]``, 0 where ``slots`` is -1.
+        cu_seqlens: int32 ``[documents + 1]``, borders of the padded documents in the whole row, over all
+            context-parallel ranks.
+        max_seqlen: longest padded document.
+        indices: the samples, in order.
+    """
+
+    tokens: "NDArray[np.int64]"
+    position_ids: "NDArray[np.int64]"
+    labels: "NDArray[np.int64]"
+    slots: "NDArray[np.int64]"
+    columns: dict[str, "NDArray[np.float64]"]
+    cu_seqlens: "NDArray[np.int32]"
+    max_seqlen: int
+    indices: tuple[int, ...]
+
+    def to(self, device: "torch.device", dtype: "torch.dtype") -> dict[str, "torch.Tensor"]:
+        """Tensors of everything: ``tokens``, ``position_ids`` ``[1, local]``, the others ``[local]``, columns in
+        ``dtype``."""
+        import torch
+
+        def move(array: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(dtype).to(device, non_blocking=True)
+
+        result = {name: move(column, dtype) for name, column in self.columns.items()}
+        result |= {name: move(getattr(self, name)) for name in ("labels", "slots", "cu_seqlens")}
+        result |= {name: move(getattr(self, name))[None] for name in ("tokens", "position_ids")}
+        return result
+
+
+def optimizer_steps(batch: TrainBatch, settings: BatchSettings) -> list[list[int]]:
+    """Samples of each optimizer step: in the order in which they came, or, with ``--balance-data`` and several steps,
+    dealt so that all steps have about as many tokens (responses to one prompt may then fall into different steps).
+
+    Raises:
+        ValueError: the samples do not divide; the message shows the arithmetic.
+    """
+    n = len(batch)
+    size = settings.samples_per_step(n)
+    if settings.balance_data and size < n:
+        return balance(batch.total_lengths.astype(np.float64), n // size)
+    return [list(range(a, a + size)) for a in range(0, n, size)]
+
+
+def micro_batch_cap(tokens_per_gpu: int, split: Split) -> int:
+    """Most tokens, padding included, of a whole row: ``tokens_per_gpu`` x cp_size, down to a length that rows can have.
+
+    Raises:
+        ValueError: not even the shortest row fits.
+    """
+    multiple = split.total_multiple
+    cap = tokens_per_gpu * split.cp_size // multiple * multiple
+    if cap == 0:
+        raise ValueError(
+            f"--max-tokens-per-gpu {tokens_per_gpu} is less than the {multiple} tokens that a micro-batch is padded to "
+            "by context and sequence parallelism: raise it"
+        )
+    return cap
+
+
+def plan_micro_batches(
+    batch: TrainBatch, settings: BatchSettings, split: Split, *, tokens_per_gpu: int | None
+) -> list[list[list[int]]]:
+    """Which samples share a forward pass.
+
+    Args:
+        batch: the samples of one optimizer step, or of a rollout for a forward-only pass.
+        settings: static or dynamic batches. Dynamic ones are always balanced over ranks, static ones with
+            ``--balance-data``.
+        split: parallel sizes.
+        tokens_per_gpu: cap of a dynamic micro-batch (``--max-tokens-per-gpu`` or its log-probs variant).
+
+    Returns:
+        for each data-parallel rank equally many lists of sample indices; a list may be empty when there are fewer
+        samples than ranks (:func:`build_micro_batch` then makes a row that trains nothing).
+
+    Raises:
+        ValueError: a sample is longer than the cap; the message names it.
+    """
+    lengths = split.padded(batch.total_lengths)
+    if settings.use_dynamic_batch_size:
+        assert tokens_per_gpu is not None, "--use-dynamic-batch-size needs --max-tokens-per-gpu"
+        cap = micro_batch_cap(tokens_per_gpu, split)
+        for i in np.flatnonzero(lengths > cap):
+            raise ValueError(
+                f"{batch.names[i]} has {len(batch.tokens[i])} tokens (padded {lengths[i]}), more than a micro-batch "
+                f"may hold: --max-tokens-per-gpu {tokens_per_gpu} x --context-parallel-size {split.cp_size}: raise one "
+                "of them, or lower --rollout-max-response-len"
+            )
+        return pack(lengths, cap, dp_size=split.dp_size)
+    size = settings.micro_batch_size
+    if not settings.balance_data:
+        return pack_static(len(batch), size, dp_size=split.dp_size)
+    ranks = balance(lengths.astype(np.float64), split.dp_size)
+    count = max(-(-len(rank) // size) for rank in ranks)
+    return [[rank[i * size : (i + 1) * size] for i in range(count)] for rank in ranks]
+
+
+def response_offsets(batch: TrainBatch) -> NDArray[np.int64]:
+    """int64 ``[n + 1]``: where each sample begins when all response tokens lie one after the other."""
+    return np.concatenate([[0], np.cumsum(batch.response_lengths)]).astype(np.int64)
+
+
+def build_micro_batch(
+    batch: TrainBatch,
+    indices: Sequence[int],
+    split: Split,
+    columns: Mapping[str, Sequence[np.ndarray]] | None = None,
+) -> MicroBatch:
+    """Packs samples into one row and takes this context-parallel rank's part of it.
+
+    Args:
+        batch: where the samples are.
+        indices: which, in this order; none gives the shortest row that is possible, with nothing to train.
+        split: parallel sizes.
+        columns: values per response token, for each name one ``[response]`` array for EVERY sample of ``batch``.
+
+    Raises:
+        ValueError: a sample has no prompt, so nothing predicts its first token.
+    """
+    columns = columns or {}
+    lengths = split.padded(batch.total_lengths[np.asarray(indices, dtype=np.int64)])
+    total = int(lengths.sum())
+    missing = -total % split.total_multiple if total else split.total_multiple
+    if len(lengths):
+        lengths[-1] += missing
+    else:
+        lengths = np.array([missing], dtype=np.int64)
+    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    total = int(cu[-1])
+
+    tokens, labels = np.zeros(total, np.int64), np.zeros(total, np.int64)
+    slots = np.full(total, -1, np.int64)
+    values = {name: np.zeros(total, np.float64) for name in columns}
+    offsets = response_offsets(batch)
+    for start, i in zip(cu[:-1].tolist(), indices, strict=False):
+        length, response = len(batch.tokens[i]), int(batch.response_lengths[i])
+        if response >= length:
+            raise ValueError(f"{batch.names[i]} has an empty prompt: there is nothing that predicts its first token")
+        tokens[start : start + length] = batch.tokens[i]
+        labels[start : start + length - 1] = batch.tokens[i][1:]
+        predictors = slice(start + length - response - 1, start + length - 1)
+        slots[predictors] = np.arange(offsets[i], offsets[i + 1])
+        for name, column in columns.items():
+            values[name][predictors] = column[i]
+    positions = np.concatenate([np.arange(n) for n in lengths])
+
+    mine = zigzag_positions(cu, split.cp_size, split.cp_rank)
+    return MicroBatch(
+        tokens=tokens[mine],
+        position_ids=positions[mine],
+        labels=labels[mine],
+        slots=slots[mine],
+        columns={name: column[mine] for name, column in values.items()},
+        cu_seqlens=cu,
+        max_seqlen=int(lengths.max()),
+        indices=tuple(indices),
+    )
+
+
+def zigzag_positions(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> NDArray[np.int64]:
+    """Positions of the row that a context-parallel rank holds, in its order.
+
+    Each document is cut into 2 x cp_size equal pieces and rank r takes pieces r and 2 x cp_size - 1 - r, so that under
+    a causal mask all ranks have equal work.
+    """
+    if cp_size == 1:
+        return np.arange(int(cu_seqlens[-1]), dtype=np.int64)
+    parts = []
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        piece, rest = divmod(end - start, 2 * cp_size)
+        assert rest == 0, "a document was not padded to a multiple of twice the context-parallel size"
+        for k in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            parts.append(np.arange(start + k * piece, start + (k + 1) * piece, dtype=np.int64))
+    return np.concatenate(parts)
+
+
+def split_responses(flat: np.ndarray, batch: TrainBatch) -> list[np.ndarray]:
+    """The per-sample ``[response]`` pieces of a column that holds all response tokens one after the other."""
+    offsets = response_offsets(batch)
+    return [flat[offsets[i] : offsets[i + 1]] for i in range(len(batch))]

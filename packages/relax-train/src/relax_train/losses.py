@@ -1,0 +1,199 @@
+"""The policy objective on the tokens of a micro-batch.
+
+Everything is a sum over tokens with weights that the host computed for the whole optimizer step, over all
+data-parallel ranks and micro-batches (:func:`token_weights`). Adding the losses of the micro-batches therefore gives
+the loss of the step, however the samples were grouped.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from relax_train.settings.algorithm import AlgorithmSettings, KLLossType
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are limited to this before ``exp``: a probability ratio of 5e8 is far outside every clip already."""
+
+LOW_VAR_KL_LIMIT = 10.0
+"""Largest magnitude of a token's ``low_var_kl``."""
+
+MEANS = (
+    "approx_kl",
+    "clip_fraction",
+    "clip_fraction_high",
+    "clip_fraction_low",
+    "entropy",
+    "kl_ref",
+    "logprob_diff_mean",
+    "ratio_mean",
+    "tis_clip_fraction",
+    "tis_weight_mean",
+)
+"""Metrics that are means over the trained tokens of the step."""
+
+TOTALS = ("loss", "pg_loss", "kl_loss")
+"""Metrics that add up to the value of the step."""
+
+MAXIMA = ("logprob_diff_max",)
+"""Metrics that are maxima over the trained tokens of the step."""
+
+
+def metric_names(settings: AlgorithmSettings) -> tuple[str, ...]:
+    """Metrics that :func:`policy_loss` gives under these settings, sorted, ``tokens`` aside."""
+    absent = set()
+    if not settings.needs_reference:
+        absent |= {"kl_ref"}
+    if settings.kl_loss_weight == 0:
+        absent |= {"kl_loss"}
+    if not settings.use_tis:
+        absent |= {"tis_clip_fraction", "tis_weight_mean"}
+    return tuple(sorted(set(MEANS + TOTALS + MAXIMA) - absent))
+
+
+def token_weights(masks: Sequence[np.ndarray], *, per_token: bool) -> list[NDArray[np.float64]]:
+    """Weight of each response token in the loss of an optimizer step; all weights add up to 1.
+
+    Args:
+        masks: loss mask of EVERY sample of the step, ``[response]`` each.
+        per_token: True: mean over all trained tokens. False: mean over the samples of the mean over the sample's
+            trained tokens, where samples without a trained token do not count.
+
+    Returns:
+        float64 ``[response]`` per sample; all zero when nothing is trained.
+    """
+    counts = np.array([m.sum(dtype=np.float64) for m in masks])
+    total = counts.sum() if per_token else float((counts > 0).sum())
+    weights = []
+    for mask, count in zip(masks, counts, strict=True):
+        scale = total if per_token else total * count
+        weights.append(mask.astype(np.float64) / scale if count > 0 else np.zeros(len(mask)))
+    return weights
+
+
+def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLLossType) -> torch.Tensor:
+    """Per-token estimate of KL(policy || reference) from a token that the policy sampled.
+
+    Schulman, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html), with ``r = p_ref / p``:
+    k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r. ``low_var_kl`` is k3 limited to
+    +-:data:`LOW_VAR_KL_LIMIT`. As a loss, k1 has a gradient of mean zero on-policy; k2 and k3 pull to the reference.
+
+    Args:
+        log_probs: ``[tokens]`` of the policy.
+        ref_log_probs: ``[tokens]`` of the reference.
+        kind: which estimator.
+
+    Returns:
+        ``[tokens]``.
+    """
+    log_r = ref_log_probs - log_probs
+    if kind == "k1":
+        return -log_r
+    if kind == "k2":
+        return log_r.square() / 2
+    bounded = log_r.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k3 = torch.expm1(bounded) - bounded
+    return k3.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT) if kind == "low_var_kl" else k3
+
+
+def tis_weights(old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, clip: float) -> torch.Tensor:
+    """Truncated importance sampling: ``min(pi_old / pi_rollout, clip)``, without gradient.
+
+    It corrects for the rollout engine computing slightly other probabilities than the trainer for the same weights
+    (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; the truncation is
+    Ionides 2008).
+
+    Args:
+        old_log_probs: ``[tokens]`` of the trainer, before the first optimizer step.
+        rollout_log_probs: ``[tokens]`` of the engine.
+        clip: upper bound (``--tis-clip``).
+
+    Returns:
+        ``[tokens]``.
+    """
+    log_ratio = (old_log_probs - rollout_log_probs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio.exp().clamp(max=clip)
+
+
+def policy_loss(
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor,
+    *,
+    weights: torch.Tensor,
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    settings: AlgorithmSettings,
+    old_log_probs: torch.Tensor | None = None,
+    ref_log_probs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """This micro-batch's part of the loss of the optimizer step.
+
+    Per token, PPO (arXiv:1707.06347) equation 7 with the two clip bounds of DAPO (arXiv:2503.14476) equation 8:
+    ``-w_tis min(rho A, clip(rho, 1 - eps, 1 + eps_high) A) + beta KL - c H`` with ``rho = pi / pi_old``.
+
+    Args:
+        log_probs: ``[tokens]`` of the policy, differentiable.
+        entropy: ``[tokens]``, differentiable when ``settings.entropy_coef`` is not 0.
+        weights: ``[tokens]`` from :func:`token_weights`; 0 where nothing is trained.
+        mask: ``[tokens]``, 1 on trained tokens and 0 elsewhere, where the other columns may hold anything.
+        advantages: ``[tokens]``.
+        rollout_log_probs: ``[tokens]`` of the engine.
+        settings: clip bounds, coefficients, estimators.
+        old_log_probs: ``[tokens]`` before the first optimizer step of the rollout; None: the current ones, which is
+            exact at the first step.
+        ref_log_probs: ``[tokens]`` of the reference model, or None.
+
+    Returns:
+        the loss (scalar), and detached scalars: sums over tokens for :data:`MEANS` and :data:`TOTALS`, maxima for
+        :data:`MAXIMA`, and ``tokens``: the trained tokens. Metrics that do not apply are absent.
+    """
+    trained = mask > 0
+    # Off the mask the columns may be anything, and 0 x inf is not 0: replace them by values without effect.
+    log_probs, entropy = log_probs.where(trained, 0), entropy.where(trained, 0)
+    advantages, rollout = advantages.where(trained, 0), rollout_log_probs.where(trained, 0)
+    old = log_probs.detach() if old_log_probs is None else old_log_probs.where(trained, 0)
+
+    log_ratio = log_probs - old
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    low, high = 1 - settings.eps_clip, 1 + settings.upper_clip
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    if settings.use_tis:
+        tis = tis_weights(old, rollout, settings.tis_clip)
+        surrogate = surrogate * tis
+    # Sums over tokens need no masking from here on: the weights are 0 off the mask.
+    totals = {"pg_loss": -(weights * surrogate).sum()}
+    loss = totals["pg_loss"]
+    ref = None if ref_log_probs is None else ref_log_probs.where(trained, 0)
+    if settings.kl_loss_weight != 0:
+        assert ref is not None, "--use-kl-loss needs the reference log-probs"
+        totals["kl_loss"] = (weights * kl_estimate(log_probs, ref, settings.kl_loss_type)).sum()
+        loss = loss + settings.kl_loss_weight * totals["kl_loss"]
+    if settings.entropy_coef != 0:
+        loss = loss - settings.entropy_coef * (weights * entropy).sum()
+    totals["loss"] = loss
+
+    with torch.no_grad():
+        gap = old - rollout
+        clipped_low = (ratio < low) & (advantages < 0)
+        clipped_high = (ratio > high) & (advantages > 0)
+        metrics = {
+            "ratio_mean": ratio,
+            "approx_kl": kl_estimate(old, log_probs, "k3"),
+            "clip_fraction": clipped_low | clipped_high,
+            "clip_fraction_low": clipped_low,
+            "clip_fraction_high": clipped_high,
+            "entropy": entropy,
+            "logprob_diff_mean": gap.abs(),
+        }
+        if settings.use_tis:
+            metrics |= {"tis_weight_mean": tis, "tis_clip_fraction": gap > math.log(settings.tis_clip)}
+        if ref is not None:
+            metrics["kl_ref"] = kl_estimate(log_probs, ref, "k3")
+        sums = {k: (v * trained).sum(dtype=torch.float64) for k, v in metrics.items()}
+        sums |= {k: v.detach().double() for k, v in totals.items()}
+        sums["logprob_diff_max"] = (gap.abs() * trained).amax().double()
+        sums["tokens"] = trained.sum(dtype=torch.float64)
+    return loss, sums

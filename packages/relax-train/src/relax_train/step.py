@@ -1,0 +1,236 @@
+"""Passes of a batch through the model: forward only for log-probs, forward and backward for the gradient.
+
+Both run megatron-core's schedules, so pipeline parallelism is the same code. Every rank is called with the same batch
+and picks its own samples and its own part of them.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from relax_data.types import TrainBatch
+
+from relax_train.batching import (
+    MicroBatch,
+    Split,
+    build_micro_batch,
+    plan_micro_batches,
+    response_offsets,
+    split_responses,
+)
+from relax_train.device import DeviceContext
+from relax_train.logprobs import effective_temperature, token_log_probs
+from relax_train.losses import MAXIMA, MEANS, metric_names, policy_loss
+from relax_train.mcore import PackedSeqParams, finalize_model_grads, get_forward_backward_func
+from relax_train.model import Model
+from relax_train.optimizer import Optimizer, StepResult
+from relax_train.settings import TrainSettings
+
+Row = dict[str, torch.Tensor]
+"""The tensors of a micro-batch: :meth:`relax_train.batching.MicroBatch.to`."""
+
+Columns = Mapping[str, Sequence[np.ndarray]]
+"""Values per response token: for each name one ``[response]`` array a sample."""
+
+
+class Passes:
+    """Runs batches through one model.
+
+    Args:
+        model: weights and layout.
+        settings: batching and algorithm.
+        temperature: sampling temperature of the rollout (``--rollout-temperature``); log-probs are those of
+            ``logits / temperature``, as the engine's are.
+    """
+
+    def __init__(self, model: Model, settings: TrainSettings, *, temperature: float = 1.0) -> None:
+        self._model, self._settings = model, settings
+        self._temperature = effective_temperature(temperature)
+        layout = model.layout
+        self.split = Split(
+            dp_size=layout.dp_size,
+            cp_size=layout.cp_size,
+            cp_rank=layout.cp_rank,
+            sequence_size=layout.tp_size if settings.parallel.sequence_parallel else 1,
+        )
+
+    def log_probs(self, batch: TrainBatch) -> list[np.ndarray]:
+        """Log-probability of every response token under the model, without gradient.
+
+        Returns:
+            float32 ``[response]`` per sample, in the order of the batch, the same on every rank.
+
+        Raises:
+            ValueError: a sample does not fit into a micro-batch; the message names it.
+        """
+        layout = self._model.layout
+        rows = self._rows(batch, {}, tokens_per_gpu=self._settings.batch.log_probs_cap)
+        total = int(response_offsets(batch)[-1])
+        # One more place, where the positions that predict no response token go.
+        flat = torch.zeros(total + 1, dtype=torch.float32, device=layout.device)
+        with DeviceContext(), torch.no_grad():
+            parts = self._schedule(rows, self._row_log_probs, forward_only=True)
+            for slots, values in parts:
+                flat.index_copy_(0, slots.where(slots >= 0, total), values.float())
+            if layout.is_last_stage:
+                # Each token lies on one rank, and is 0 on the others.
+                flat[total] = 0
+                _all_reduce(flat, layout.dp_cp_group)
+            _from_last_stage(flat, self._model)
+        return split_responses(flat[:total].cpu().numpy(), batch)
+
+    def gradient(self, batch: TrainBatch, columns: Columns) -> dict[str, float]:
+        """Adds the gradient of the loss of one optimizer step to the gradient buffers, complete over all ranks.
+
+        Args:
+            batch: the samples of the optimizer step.
+            columns: ``weights``, ``mask``, ``advantages``, ``rollout_log_probs``, and optionally ``old_log_probs`` and
+                ``ref_log_probs``: the arguments of :func:`relax_train.losses.policy_loss`.
+
+        Returns:
+            metrics of the step over all ranks, the same on every rank, and ``micro_batches`` of a rank.
+
+        Raises:
+            ValueError: a sample does not fit into a micro-batch; the message names it.
+        """
+        self._model.config.finalize_model_grads_func = _finalize
+        rows = self._rows(batch, columns, tokens_per_gpu=self._settings.batch.max_tokens_per_gpu)
+        with DeviceContext():
+            sums = self._schedule(rows, self._row_loss, forward_only=False)
+            return self._step_metrics(sums) | {"micro_batches": float(len(rows))}
+
+    # ------------------------------------------------------------------ rows through the model
+
+    def _rows(self, batch: TrainBatch, columns: Columns, *, tokens_per_gpu: int | None) -> list[MicroBatch]:
+        plan = plan_micro_batches(batch, self._settings.batch, self.split, tokens_per_gpu=tokens_per_gpu)
+        mine = plan[self._model.layout.dp_rank]
+        return [build_micro_batch(batch, indices, self.split, columns) for indices in mine]
+
+    def _schedule(self, rows: Sequence[MicroBatch], finish: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+        """Runs all rows; what ``finish(row, output)`` gave for each on the last pipeline stage, nothing elsewhere."""
+
+        def forward(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            micro = next(iterator)
+            row = micro.to(self._model.layout.device, self._column_dtype)
+            packed = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=row["cu_seqlens"],
+                cu_seqlens_kv=row["cu_seqlens"],
+                max_seqlen_q=micro.max_seqlen,
+                max_seqlen_kv=micro.max_seqlen,
+            )
+            output = chunk(row["tokens"], row["position_ids"], None, packed_seq_params=packed)
+            return output, functools.partial(finish, row)
+
+        result: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(rows),
+            model=self._model.chunks,
+            num_microbatches=len(rows),
+            seq_length=max(len(r.tokens) for r in rows) * self.split.cp_size,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return result
+
+    @property
+    def _column_dtype(self) -> torch.dtype:
+        return torch.float64 if self._model.dtype == torch.float64 else torch.float32
+
+    def _token_log_probs(self, row: Row, output: torch.Tensor, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_log_probs(
+            output[0],
+            row["labels"],
+            temperature=self._temperature,
+            group=self._model.layout.tp_group,
+            vocab_size=self._model.vocab_size,
+            **options,
+        )
+
+    def _row_log_probs(self, row: Row, output: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return row["slots"], self._token_log_probs(row, output)[0]
+
+    def _row_loss(self, row: Row, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        settings = self._settings.algorithm
+        # Nothing reads the logits after this, so their memory may take the gradient.
+        log_probs, entropy = self._token_log_probs(
+            row, output, entropy_grad=settings.entropy_coef != 0, overwrite_logits=True
+        )
+        loss, sums = policy_loss(
+            log_probs,
+            entropy,
+            weights=row["weights"],
+            mask=row["mask"],
+            advantages=row["advantages"],
+            rollout_log_probs=row["rollout_log_probs"],
+            old_log_probs=row.get("old_log_probs"),
+            ref_log_probs=row.get("ref_log_probs"),
+            settings=settings,
+        )
+        names = self._reduced_names
+        # The second value is megatron's token count; the weights hold the normalisation already (see _finalize).
+        return loss, torch.ones((), dtype=torch.int, device=loss.device), torch.stack([sums[n] for n in names])
+
+    # ------------------------------------------------------------------ metrics
+
+    @property
+    def _reduced_names(self) -> list[str]:
+        """What a row reports: sums first, then maxima."""
+        names = [*metric_names(self._settings.algorithm), "tokens"]
+        return sorted(names, key=lambda n: (n in MAXIMA, n))
+
+    def _step_metrics(self, per_row: list[torch.Tensor]) -> dict[str, float]:
+        layout, names = self._model.layout, self._reduced_names
+        n_sums = sum(n not in MAXIMA for n in names)
+        total = torch.zeros(len(names), dtype=torch.float64, device=layout.device)
+        if layout.is_last_stage:
+            stacked = torch.stack(per_row)
+            sums, maxima = stacked[:, :n_sums].sum(0), stacked[:, n_sums:].amax(0)
+            _all_reduce(sums, layout.dp_cp_group)
+            _all_reduce(maxima, layout.dp_cp_group, op=dist.ReduceOp.MAX)
+            total = torch.cat([sums, maxima])
+        _from_last_stage(total, self._model)
+        values = dict(zip(names, total.tolist(), strict=True))
+        tokens = max(values["tokens"], 1.0)
+        return {name: value / tokens if name in MEANS else value for name, value in values.items()}
+
+
+def update_weights(optimizer: Optimizer) -> StepResult | None:
+    """Clips the gradient and steps, unless the gradient is not finite: then nothing changes.
+
+    Returns:
+        what the step did, the same on every rank; None when it was skipped.
+    """
+    with DeviceContext():
+        overflow = optimizer.megatron.prepare_grads()
+        norm = float(optimizer.megatron.get_grad_norm())
+    if overflow or not math.isfinite(norm):
+        return None
+    return optimizer.step()
+
+
+def _finalize(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+    """Megatron's reduction of gradients over ranks, without its division by the number of tokens.
+
+    The weights of :func:`relax_train.losses.token_weights` hold the normalisation over the whole step, which also
+    covers the mean over samples.
+    """
+    finalize_model_grads(chunks, None, **options)
+
+
+def _all_reduce(tensor: torch.Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> None:
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(tensor, op=op, group=group)
+
+
+def _from_last_stage(tensor: torch.Tensor, model: Model) -> None:
+    """Gives every pipeline stage what the last one has."""
+    layout = model.layout
+    if layout.pp_size > 1:
+        source = dist.get_global_rank(layout.pp_group, layout.pp_size - 1)
+        dist.broadcast(tensor, source, group=layout.pp_group)

@@ -1,0 +1,253 @@
+"""The trainer: one rank of the megatron-core backend, from a rollout's samples to new weights.
+
+Old log-probs are those of the weights before the first optimizer step of a rollout. With one optimizer step a rollout
+they equal the log-probs of the training pass itself, so that pass's detached values are used, which is exact and
+saves a forward pass; with several steps they are computed beforehand in a forward-only pass. The same values feed
+importance sampling and the comparison with the engine's log-probs.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from relax_data.types import TrainBatch
+
+from relax_train.advantages import compute_advantages
+from relax_train.batching import optimizer_steps
+from relax_train.hf_weights import load_hf_weights
+from relax_train.layout import Layout, setup_layout, teardown_layout
+from relax_train.losses import token_weights
+from relax_train.model import Model, build_model
+from relax_train.observer import NullObserver, StepObserver
+from relax_train.optimizer import Optimizer, build_optimizer
+from relax_train.reference import ReferenceWeights
+from relax_train.settings import TrainSettings
+from relax_train.step import Passes, update_weights
+
+T = TypeVar("T")
+
+MAX_SKIPPED_STEPS = 3
+"""Optimizer steps in a row that may be skipped for a gradient that is not finite, before training stops."""
+
+
+class Trainer:
+    """One rank of the trainer. Every method is collective: all ranks call it with the same arguments.
+
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set in the environment before :meth:`setup`.
+
+    Args:
+        settings: model, parallel layout, algorithm, optimizer, batching, checkpoints.
+        temperature: sampling temperature of the rollout (``--rollout-temperature``).
+        total_steps: optimizer steps of the whole run, where a decaying learning rate ends; None when unknown.
+        observer: is told of the phases of each step.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        *,
+        temperature: float = 1.0,
+        total_steps: int | None = None,
+        observer: StepObserver | None = None,
+    ) -> None:
+        self._settings, self._temperature, self._total_steps = settings, temperature, total_steps
+        self._observer: StepObserver = observer or NullObserver()
+        self._layout: Layout | None = None
+        self._model: Model | None = None
+        self._optimizer: Optimizer | None = None
+        self._passes: Passes | None = None
+        self._reference: ReferenceWeights | None = None
+        self._offset = 0
+        self._skipped_in_a_row = 0
+
+    # ------------------------------------------------------------------ life
+
+    def setup(self) -> None:
+        """Joins the process group, builds model and optimizer, and loads the start weights.
+
+        Raises:
+            ValueError: the model, its files or the parallel sizes do not fit; the message says what to change.
+        """
+        settings = self._settings
+        self._observer.before_model()
+        self._layout = setup_layout(settings.parallel, seed=settings.model.seed)
+        self._model = build_model(settings, self._layout)
+        if settings.algorithm.needs_reference and settings.model.ref_load is not None:
+            load_hf_weights(self._model, settings.model.ref_load)
+            self._reference = ReferenceWeights(self._model)
+        load_hf_weights(self._model, settings.model.hf_checkpoint)
+        if settings.algorithm.needs_reference and self._reference is None:
+            self._reference = ReferenceWeights(self._model)
+        self._optimizer = build_optimizer(settings, self._model, total_steps=self._total_steps)
+        self._passes = Passes(self._model, settings, temperature=self._temperature)
+
+    def close(self) -> None:
+        """Closes the observer and leaves the process group; may be called twice."""
+        self._observer.close()
+        if self._layout is not None:
+            teardown_layout()
+        self._layout = self._model = self._optimizer = self._passes = self._reference = None
+
+    @property
+    def layout(self) -> Layout:
+        """Rank, sizes and groups; after :meth:`setup`."""
+        return _there(self._layout)
+
+    @property
+    def model(self) -> Model:
+        """The policy; after :meth:`setup`."""
+        return _there(self._model)
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the whole model, over all ranks. Collective."""
+        return count_parameters(self.model)
+
+    # ------------------------------------------------------------------ training
+
+    def log_probs(self, batch: TrainBatch) -> list[np.ndarray]:
+        """Log-probability of every response token under the current weights, at the rollout temperature.
+
+        Returns:
+            float32 ``[response]`` per sample, in the order of the batch, the same on every rank.
+        """
+        return _there(self._passes).log_probs(batch)
+
+    def train(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
+        """All optimizer steps on one rollout.
+
+        Args:
+            batch: the whole rollout, the same on every rank.
+            version: version of the weights before these steps, for the staleness of the samples.
+
+        Returns:
+            ``train/...``: means over the optimizer steps, the same on every rank; ``staleness/...`` in versions;
+            ``time/...``: seconds of this rank in phases that do not overlap.
+
+        Raises:
+            ValueError: the batch does not fit the settings; nothing was trained. The message names sample and flag.
+            FloatingPointError: the gradient of several optimizer steps in a row was not finite.
+        """
+        if len(batch) == 0:
+            raise ValueError(f"rollout {batch.rollout_id} has no samples: there is nothing to train on")
+        offset, self._offset = self._offset, self._offset + 1
+        with self._observer.phase("train_overall", offset):
+            return self._train(batch, version, offset)
+
+    def _train(self, batch: TrainBatch, version: int, offset: int) -> dict[str, float]:
+        settings, passes, clock = self._settings, _there(self._passes), _Clock(self.layout)
+        steps = optimizer_steps(batch, settings.batch)
+        old = ref = None
+        with self._observer.phase("train_log_probs", offset):
+            if self._reference is not None:
+                with clock.phase("ref_log_probs"), self._reference.put_in():
+                    ref = passes.log_probs(batch)
+            if len(steps) > 1 or settings.algorithm.kl_coef != 0:
+                with clock.phase("log_probs"):
+                    old = passes.log_probs(batch)
+        advantages = compute_advantages(batch, settings.algorithm, old_log_probs=old, ref_log_probs=ref)
+        columns: dict[str, list[np.ndarray]] = {
+            "mask": batch.loss_masks,
+            "rollout_log_probs": batch.rollout_log_probs,
+            "advantages": [np.full(n, a) for n, a in zip(batch.response_lengths, advantages, strict=True)],
+        }
+        if old is not None and len(steps) > 1:
+            columns["old_log_probs"] = old
+        if ref is not None:
+            columns["ref_log_probs"] = ref
+        with self._observer.phase("train_actor", offset), clock.phase("train"):
+            metrics = _mean_of_steps([self._step(batch, indices, columns) for indices in steps])
+        return (
+            {f"train/{name}": value for name, value in metrics.items()}
+            | {"train/samples": float(len(batch)), "train/total_tokens": float(batch.total_lengths.sum())}
+            | _staleness(batch, version)
+            | {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
+        )
+
+    def _step(self, batch: TrainBatch, indices: list[int], columns: dict[str, list[np.ndarray]]) -> dict[str, float]:
+        """One optimizer step on the samples ``indices`` of ``batch``."""
+        passes, optimizer = _there(self._passes), _there(self._optimizer)
+        samples = batch.select(indices)
+        chosen = {name: [column[i] for i in indices] for name, column in columns.items()}
+        per_token = self._settings.algorithm.calculate_per_token_loss
+        chosen["weights"] = list(token_weights(samples.loss_masks, per_token=per_token))
+        optimizer.zero_grad()
+        metrics = passes.gradient(samples, chosen)
+        result = update_weights(optimizer)
+        if result is not None:
+            self._skipped_in_a_row = 0
+            return metrics | {"grad_norm": result.grad_norm, "lr": result.lr, "skipped_steps": 0.0}
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            raise FloatingPointError(
+                f"the gradient of {self._skipped_in_a_row} optimizer steps in a row was not finite (rollout "
+                f"{batch.rollout_id}, loss {metrics['loss']}): the weights or the data are broken. Resume from a "
+                "checkpoint with a smaller --lr, and look at rewards and log-probs of this rollout"
+            )
+        return {"skipped_steps": 1.0}
+
+
+class _Clock:
+    """Seconds of this rank by phase."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.seconds: dict[str, float] = {}
+        self._device = layout.device
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def _mean_of_steps(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the optimizer steps that were not skipped; maxima, sums and the last value where the name asks."""
+    taken = [m for m in steps if not m["skipped_steps"]]
+    result = {"steps": float(len(steps)), "skipped_steps": float(len(steps) - len(taken))}
+    for name in taken[0] if taken else ():
+        values = [m[name] for m in taken]
+        if name.endswith("_max"):
+            result[name] = max(values)
+        elif name in ("tokens", "micro_batches"):
+            result[name] = sum(values)
+        elif name == "lr":
+            result[name] = values[-1]
+        elif name != "skipped_steps":
+            result[name] = sum(values) / len(values)
+    return result
+
+
+def _staleness(batch: TrainBatch, version: int) -> dict[str, float]:
+    """Versions between the weights that are trained and the oldest token of a sample."""
+    ages = version - batch.oldest_versions
+    return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
+
+
+def count_parameters(model: Model) -> int:
+    """Parameters of the whole model: sharded ones over all ranks that hold a part, copies once. Collective."""
+    layout = model.layout
+    counts = torch.zeros(2, dtype=torch.int64, device=layout.device)  # dense, expert
+    for gpt in model.gpt:
+        for parameter in gpt.parameters():
+            expert = not getattr(parameter, "allreduce", True)
+            rank = layout.etp_rank if expert else layout.tp_rank
+            sharded = getattr(parameter, "tensor_model_parallel", False)
+            if (sharded or rank == 0) and not getattr(parameter, "shared", False):
+                counts[int(expert)] += parameter.numel()
+    dist.all_reduce(counts[:1], group=layout.tp_group)
+    for group in (layout.ep_group, layout.etp_group):
+        dist.all_reduce(counts[1:], group=group)
+    dist.all_reduce(counts, group=layout.pp_group)
+    return int(counts.sum())
+
+
+def _there(value: T | None) -> T:
+    assert value is not None, "call setup() first; after close() the trainer is gone"
+    return value

@@ -1,0 +1,124 @@
+"""Vocabulary-parallel log-probs and entropy against torch's log_softmax."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import relax_train.logprobs as logprobs
+import torch
+import torch.distributed as dist
+from relax_train.logprobs import effective_temperature, token_log_probs
+
+
+def naive(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    log_p = (logits / temperature).log_softmax(-1)
+    return log_p.gather(1, labels[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def problem(tokens: int = 37, vocab: int = 50, scale: float = 5.0) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(tokens, vocab, generator=g, dtype=torch.float64) * scale
+    return logits, torch.randint(vocab, (tokens,), generator=g)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("chunk", [1, 200, 1 << 25])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch, temperature: float, chunk: int, overwrite: bool) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
+    logits, labels = problem()
+    weight = torch.linspace(-1, 1, len(labels), dtype=torch.float64)
+    expected = logits.clone().requires_grad_()
+    e_lp, e_h = naive(expected, labels, temperature)
+    (e_lp * weight + e_h * weight.flip(0)).sum().backward()
+
+    got = logits.clone().requires_grad_()
+    # A step between leaf and function, as in a model: the leaf's own memory may not be overwritten.
+    lp, h = token_log_probs(got * 1.0, labels, temperature=temperature, entropy_grad=True, overwrite_logits=overwrite)
+    (lp * weight + h * weight.flip(0)).sum().backward()
+    torch.testing.assert_close(lp, e_lp, rtol=0, atol=1e-12)
+    torch.testing.assert_close(h, e_h, rtol=0, atol=1e-12)
+    torch.testing.assert_close(got.grad, expected.grad, rtol=0, atol=1e-12)
+    assert torch.equal(got.detach(), logits)
+
+
+def test_the_entropy_is_a_metric_only_unless_asked() -> None:
+    logits, labels = problem()
+    lp, h = token_log_probs(logits.requires_grad_(), labels)
+    assert lp.requires_grad
+    assert not h.requires_grad
+
+
+def test_padding_of_the_vocabulary_takes_no_part() -> None:
+    logits, labels = problem(vocab=50)
+    padded = torch.cat([logits, torch.full((37, 14), 99.0, dtype=torch.float64)], 1).requires_grad_()
+    lp, h = token_log_probs(padded, labels, vocab_size=50, entropy_grad=True)
+    (lp.sum() + h.sum()).backward()
+    e_lp, e_h = naive(logits, labels, 1.0)
+    torch.testing.assert_close(lp, e_lp)
+    torch.testing.assert_close(h, e_h)
+    assert (padded.grad[:, 50:] == 0).all()
+
+
+def test_bfloat16_logits_are_summed_in_float32() -> None:
+    logits, labels = problem(vocab=4000)
+    half = logits.bfloat16().requires_grad_()
+    lp, h = token_log_probs(half, labels, temperature=0.8)
+    assert lp.dtype == h.dtype == torch.float32
+    e_lp, _ = naive(half.detach().double(), labels, 0.8)
+    torch.testing.assert_close(lp.double(), e_lp, rtol=0, atol=2e-5)
+    lp.sum().backward()
+    assert half.grad.dtype == torch.bfloat16
+
+
+def test_huge_logits_do_not_overflow() -> None:
+    logits, labels = problem(scale=1e4)
+    lp, h = token_log_probs(logits.float(), labels)
+    e_lp, e_h = naive(logits.float().double(), labels, 1.0)
+    torch.testing.assert_close(lp.double(), e_lp, rtol=1e-6, atol=1e-3)
+    torch.testing.assert_close(h.double(), e_h, rtol=0, atol=1e-3)
+
+
+def _split_vocabulary(rank: int, world: int) -> list[Any]:
+    logits, labels = problem(vocab=50)
+    padded = torch.cat([logits, torch.full((37, 10), 7.0, dtype=torch.float64)], 1)
+    mine = padded.chunk(world, 1)[rank].clone().requires_grad_()
+    lp, h = token_log_probs(mine, labels, temperature=0.7, group=dist.group.WORLD, vocab_size=50, entropy_grad=True)
+    (lp.sum() + 2 * h.sum()).backward()
+    return [lp.detach(), h.detach(), mine.grad]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_share_the_vocabulary_get_the_whole_result(world: int, ranks: Callable[..., list[Any]]) -> None:
+    parts = ranks(_split_vocabulary, world)
+    logits, labels = problem(vocab=50)
+    whole = logits.requires_grad_()
+    e_lp, e_h = naive(whole, labels, 0.7)
+    (e_lp.sum() + 2 * e_h.sum()).backward()
+    for lp, h, _ in parts:
+        torch.testing.assert_close(lp, e_lp.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(h, e_h.detach(), rtol=0, atol=1e-12)
+    grad = torch.cat([g for _, _, g in parts], 1)
+    torch.testing.assert_close(grad[:, :50], whole.grad, rtol=0, atol=1e-12)
+    assert (grad[:, 50:] == 0).all()
+
+
+def test_a_rank_with_nothing_but_padding_agrees(ranks: Callable[..., list[Any]]) -> None:
+    parts = ranks(_all_padding_on_last, 3)
+    e_lp, e_h = naive(problem(vocab=50)[0], problem(vocab=50)[1], 1.0)
+    for lp, h in parts:
+        torch.testing.assert_close(lp, e_lp)
+        torch.testing.assert_close(h, e_h)
+
+
+def _all_padding_on_last(rank: int, world: int) -> list[Any]:
+    logits, labels = problem(vocab=50)
+    padded = torch.cat([logits, torch.zeros(37, 25, dtype=torch.float64)], 1)
+    return list(token_log_probs(padded.chunk(world, 1)[rank], labels, group=dist.group.WORLD, vocab_size=50))
+
+
+def test_temperature_zero_is_scored_as_the_engine_does() -> None:
+    assert effective_temperature(0.0) == 1.0
+    assert effective_temperature(0.6) == 0.6
+    with pytest.raises(ValueError, match="--rollout-temperature -1"):
+        effective_temperature(-1.0)

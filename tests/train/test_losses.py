@@ -1,0 +1,173 @@
+"""The objective against a loop over tokens in plain Python."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from relax_train.losses import kl_estimate, metric_names, policy_loss, tis_weights, token_weights
+from relax_train.settings.algorithm import AlgorithmSettings
+
+
+def columns(n: int = 40, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random columns of ``n`` tokens in float64, far enough apart to be clipped on both sides."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(n, generator=g, dtype=torch.float64) * scale
+
+    old = -normal().abs() - 0.1
+    mask = (torch.rand(n, generator=g) > 0.3).double()
+    weights = mask / mask.sum()
+    return {
+        "log_probs": (old + normal(0.4)).requires_grad_(),
+        "entropy": normal().abs().requires_grad_(),
+        "weights": weights,
+        "mask": mask,
+        "advantages": normal(),
+        "rollout_log_probs": old + normal(0.5),
+        "old_log_probs": old,
+        "ref_log_probs": old + normal(0.3),
+    }
+
+
+def reference(c: dict[str, torch.Tensor], s: AlgorithmSettings) -> tuple[float, dict[str, float]]:
+    """The same loss, one token at a time."""
+    loss, m = 0.0, {k: 0.0 for k in ("clip_low", "clip_high", "ratio", "gap", "gap_max", "tis_clipped", "n")}
+    for i in range(len(c["mask"])):
+        if c["mask"][i] == 0:
+            continue
+        lp, old, a = c["log_probs"][i].item(), c["old_log_probs"][i].item(), c["advantages"][i].item()
+        rho = math.exp(lp - old)
+        bounded = min(max(rho, 1 - s.eps_clip), 1 + (s.eps_clip_high or s.eps_clip))
+        token = -min(rho * a, bounded * a)
+        gap = old - c["rollout_log_probs"][i].item()
+        if s.use_tis:
+            token *= min(math.exp(gap), s.tis_clip)
+        if s.use_kl_loss:
+            r = math.exp(c["ref_log_probs"][i].item() - lp)
+            kinds = {"k1": -math.log(r), "k2": math.log(r) ** 2 / 2, "k3": r - 1 - math.log(r)}
+            kinds["low_var_kl"] = min(kinds["k3"], 10.0)
+            token += s.kl_loss_coef * kinds[s.kl_loss_type]
+        token -= s.entropy_coef * c["entropy"][i].item()
+        loss += c["weights"][i].item() * token
+        m["clip_low"] += rho < 1 - s.eps_clip and a < 0
+        m["clip_high"] += rho > 1 + (s.eps_clip_high or s.eps_clip) and a > 0
+        m["ratio"] += rho
+        m["gap"] += abs(gap)
+        m["gap_max"] = max(m["gap_max"], abs(gap))
+        m["tis_clipped"] += gap > math.log(s.tis_clip)
+        m["n"] += 1
+    return loss, m
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        AlgorithmSettings(),
+        AlgorithmSettings(eps_clip=0.1, eps_clip_high=0.28),
+        AlgorithmSettings(use_tis=True, tis_clip=1.2),
+        AlgorithmSettings(entropy_coef=0.05),
+        *(AlgorithmSettings(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type=k) for k in ("k1", "k2", "k3")),
+        AlgorithmSettings(
+            use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="low_var_kl", use_tis=True, entropy_coef=0.1
+        ),
+    ],
+)
+def test_loss_gradient_and_metrics_equal_the_loop(settings: AlgorithmSettings) -> None:
+    c = columns()
+    ref = c.pop("ref_log_probs")
+    loss, sums = policy_loss(**c, ref_log_probs=ref if settings.use_kl_loss else None, settings=settings)
+    c["ref_log_probs"] = ref
+    expected, m = reference(c, settings)
+    assert loss.item() == pytest.approx(expected, abs=1e-12)
+    assert sums["loss"].item() == loss.item()
+    assert sums["tokens"].item() == m["n"]
+    assert m["clip_low"] > 0
+    assert m["clip_high"] > 0
+    assert sums["clip_fraction_low"].item() == m["clip_low"]
+    assert sums["clip_fraction_high"].item() == m["clip_high"]
+    assert sums["clip_fraction"].item() == m["clip_low"] + m["clip_high"]
+    assert sums["ratio_mean"].item() == pytest.approx(m["ratio"])
+    assert sums["logprob_diff_mean"].item() == pytest.approx(m["gap"])
+    assert sums["logprob_diff_max"].item() == pytest.approx(m["gap_max"])
+    if settings.use_tis:
+        assert sums["tis_clip_fraction"].item() == m["tis_clipped"] > 0
+    assert set(sums) == {*metric_names(settings), "tokens"}
+
+    # Gradient of the loss by central differences, token by token.
+    loss.backward()
+    for i, name in itertools.product(range(0, 40, 3), ("log_probs", "entropy")):
+        values = []
+        for step in (1e-6, -1e-6):
+            moved = {**c, name: c[name].detach().clone()}
+            moved[name][i] += step
+            values.append(reference(moved, settings)[0])
+        grad = c[name].grad
+        assert (0.0 if grad is None else grad[i].item()) == pytest.approx((values[0] - values[1]) / 2e-6, abs=1e-7)
+
+
+def test_at_the_first_step_the_current_log_probs_are_the_old_ones() -> None:
+    c = columns()
+    c["old_log_probs"] = c["log_probs"].detach().clone()
+    grads = []
+    for old in (c["old_log_probs"], None):
+        c["log_probs"].grad = None
+        loss, _ = policy_loss(**{**c, "old_log_probs": old}, settings=AlgorithmSettings(use_tis=True))
+        loss.backward()
+        grads.append((loss.item(), c["log_probs"].grad.clone()))
+    assert grads[0][0] == grads[1][0]
+    assert torch.equal(grads[0][1], grads[1][1])
+    # rho is 1, so this is the policy gradient: -w tis A.
+    tis = tis_weights(c["old_log_probs"], c["rollout_log_probs"], 2.0)
+    torch.testing.assert_close(grads[1][1], -c["weights"] * tis * c["advantages"])
+
+
+def test_masked_tokens_take_no_part_whatever_they_hold() -> None:
+    settings = AlgorithmSettings(use_kl_loss=True, kl_loss_coef=0.1, use_tis=True, entropy_coef=0.1)
+    c = columns()
+    clean, clean_sums = policy_loss(**c, settings=settings)
+    clean.backward()
+    clean_grad = c["log_probs"].grad.clone()
+    c["log_probs"].grad = None
+    off = c["mask"] == 0
+    for name in ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs"):
+        c[name] = c[name].masked_fill(off, float("nan"))
+    dirty, sums = policy_loss(**c, settings=settings)
+    dirty.backward()
+    assert dirty.item() == clean.item()
+    assert all(torch.equal(sums[k], clean_sums[k]) for k in sums)
+    assert torch.equal(c["log_probs"].grad, clean_grad)
+    assert (clean_grad[off] == 0).all()
+
+
+def test_log_probs_that_are_far_apart_give_a_finite_loss() -> None:
+    c = columns()
+    c["log_probs"] = (c["old_log_probs"] + 500).requires_grad_()
+    settings = AlgorithmSettings(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="low_var_kl", use_tis=True)
+    loss, sums = policy_loss(**c, settings=settings)
+    loss.backward()
+    assert loss.isfinite()
+    assert c["log_probs"].grad.isfinite().all()
+    assert all(v.isfinite() for v in sums.values())
+
+
+def test_estimators_agree_with_the_true_divergence_in_the_mean() -> None:
+    g = torch.Generator().manual_seed(1)
+    p, q = (torch.randn(6, generator=g, dtype=torch.float64).log_softmax(0) for _ in "pq")
+    true = (p.exp() * (p - q)).sum().item()
+    for kind in ("k1", "k3", "low_var_kl"):
+        assert (p.exp() * kl_estimate(p, q, kind)).sum().item() == pytest.approx(true, abs=1e-12)
+    assert (kl_estimate(p, q, "k3") >= 0).all()
+    huge = kl_estimate(torch.tensor([-50.0]), torch.tensor([0.0]), "low_var_kl")
+    assert huge.item() == 10.0
+
+
+def test_weights_of_a_step_add_up_to_one() -> None:
+    masks = [np.array(m, dtype=np.float32) for m in ([1, 1, 0, 1], [0, 0], [1])]
+    per_token = token_weights(masks, per_token=True)
+    np.testing.assert_allclose(np.concatenate(per_token), np.array([1, 1, 0, 1, 0, 0, 1]) / 4)
+    per_sample = token_weights(masks, per_token=False)
+    np.testing.assert_allclose(np.concatenate(per_sample), np.array([1 / 3, 1 / 3, 0, 1 / 3, 0, 0, 1]) / 2)
+    assert not np.concatenate(token_weights([np.zeros(3)], per_token=False)).any()

@@ -1,0 +1,48 @@
+"""Splits the wall time of a rollout into generation and reward."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class PhaseClock:
+    """Counts each moment once: as generation while a request runs, else as reward while a sample is being scored."""
+
+    def __init__(self) -> None:
+        self._requests = 0
+        self._rewards = 0
+        self._since = self.started = time.monotonic()
+        self.generate_s = 0.0
+        self.reward_s = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        self._tick()
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._tick()
+            self._requests -= 1
+
+    @contextlib.contextmanager
+    def scoring(self) -> Iterator[None]:
+        self._tick()
+        self._rewards += 1
+        try:
+            yield
+        finally:
+            self._tick()
+            self._rewards -= 1
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if self._requests:
+            self.generate_s += now - self._since
+        elif self._rewards:
+            self.reward_s += now - self._since
+        self._since = now

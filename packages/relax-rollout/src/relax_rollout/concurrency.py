@@ -1,0 +1,78 @@
+"""Small pieces of asyncio that the rollout loop, evaluation and rewards share."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of all, in order; at the first exception the others are cancelled and awaited, then it is raised."""
+    tasks = [asyncio.ensure_future(c) for c in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        await cancel_all(tasks)
+        raise
+
+
+async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+    """Cancels the tasks and waits until each has ended, whatever it ends with."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Runs ``function`` in a thread of its own and waits for it.
+
+    The thread is a daemon: a call that never returns cannot keep the process alive, as one in an executor would.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():  # cancelled meanwhile
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        try:
+            outcome: tuple[T | None, BaseException | None] = (function(*args), None)
+        except StopIteration as e:  # a future refuses it
+            outcome = (None, RuntimeError(f"{function!r} raised StopIteration: {e}"))
+        except BaseException as e:
+            outcome = (None, e)
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, name=f"relax-{getattr(function, '__name__', 'call')}", daemon=True).start()
+    return await future
+
+
+class LoopLocal:
+    """A value made once for the running event loop; asyncio's locks and HTTP clients belong to one loop."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._value: Any = None
+
+    def get(self) -> Any:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._value = loop, self._make()
+        return self._value
+
+    def take(self) -> Any:
+        """The value if it was made for the running loop, else None; forgets it."""
+        value = self._value if self._loop is asyncio.get_running_loop() else None
+        self._loop, self._value = None, None
+        return value

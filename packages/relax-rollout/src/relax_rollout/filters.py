@@ -1,0 +1,68 @@
+"""Filters decide whether a scored group is trained on (``--dynamic-sampling-filter-path``)."""
+
+import inspect
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from relax_data.types import SampleGroup
+
+from relax_rollout.hooks import load_function
+
+FilterResult = bool | tuple[bool, str]
+GroupFilter = Callable[[SampleGroup], FilterResult]
+"""True keeps the group, False drops it; a tuple adds the reason under which it is counted."""
+
+_FLAG = "--dynamic-sampling-filter-path"
+_EQUAL = 1e-8
+"""Rewards closer than this give advantages of nothing but rounding."""
+
+
+def reward_nonzero_std(group: SampleGroup) -> tuple[bool, str]:
+    """Keeps groups whose rewards differ; the others have no advantage, so nothing could be learned from them.
+
+    Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2). The reason holds the common reward, which tells prompts
+    that are too hard from those that are too easy.
+    """
+    rewards = group.rewards
+    if max(rewards) - min(rewards) <= _EQUAL:
+        return False, f"equal_rewards_{rewards[0]:.1f}"
+    return True, ""
+
+
+def load_filter(path: str) -> GroupFilter:
+    """The filter named by ``module:function``.
+
+    Raises:
+        ValueError: it cannot be imported, or is an async function.
+    """
+    function = load_function(_FLAG, path)
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"{_FLAG} {path!r} is an async function; a filter is a plain one: def keep(group) -> bool")
+    return function
+
+
+def judge(group: SampleGroup, group_filter: GroupFilter | None) -> tuple[bool, str]:
+    """Whether ``group`` is kept, and if not, the reason it is counted under.
+
+    Raises:
+        ValueError: the filter raised or returned something else; the message names it and the prompt's row.
+    """
+    if group_filter is None:
+        return True, ""
+    name = getattr(group_filter, "__qualname__", repr(group_filter))
+    try:
+        result: Any = group_filter(group)
+    except Exception as e:
+        raise ValueError(
+            f"{group.prompt.source}: the filter {name} ({_FLAG}) raised {type(e).__name__}: {e}\n"
+            f"{traceback.format_exc()}"
+        ) from e
+    keep, reason = result if isinstance(result, tuple) and len(result) == 2 else (result, "filter")
+    # numpy booleans are no bool.
+    if type(keep).__name__ not in ("bool", "bool_"):
+        raise ValueError(
+            f"{group.prompt.source}: the filter {name} ({_FLAG}) returned {result!r}; "
+            "it must return a bool, or a tuple of a bool and a reason"
+        )
+    return bool(keep), str(reason) or "filter"

@@ -1,0 +1,39 @@
+"""``--custom-rm-path module:function``."""
+
+import asyncio
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from relax_data.types import Sample
+
+from relax_rollout.concurrency import in_thread
+from relax_rollout.hooks import load_function
+from relax_rollout.rewards.base import Reward
+
+
+class CustomReward(Reward):
+    """A function of the user: ``f(sample) -> float | dict``, with ``per_group`` ``f(samples) -> list``; plain or async.
+
+    A plain function runs in threads, so that a slow one does not hold up generation: up to ``max_concurrency`` calls
+    at the same time. Signals (``signal.alarm``) do not work there.
+    """
+
+    def __init__(self, path: str, *, max_concurrency: int, reward_key: str | None, per_group: bool) -> None:
+        super().__init__(
+            f"--custom-rm-path {path}", max_concurrency=max_concurrency, reward_key=reward_key, per_group=per_group
+        )
+        self._function = load_function("--custom-rm-path", path)
+        self._async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
+            getattr(self._function, "__call__", None)  # noqa: B004 - an object with an async __call__
+        )
+
+    async def score(self, samples: list[Sample]) -> Sequence[Any]:
+        argument = samples if self.per_group else samples[0]
+        if self._async:
+            result = await self._function(argument)
+        else:
+            result = await in_thread(self._function, argument)
+            if asyncio.iscoroutine(result):  # a plain function that returns a coroutine, such as a partial
+                result = await result
+        return result if self.per_group else [result]  # type: ignore[no-any-return]

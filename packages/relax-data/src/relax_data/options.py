@@ -1,8 +1,9 @@
 """How a settings class declares its options: one dataclass field is one flag with its documentation.
 
 A settings class is a frozen, keyword-only dataclass. The name of a field in kebab-case is the flag
-(``max_tokens_per_gpu`` is ``--max-tokens-per-gpu``), its annotation is the type of the value, and :func:`option` carries
-the help text. The command line, the configuration file, the environment and ``--help`` all read this one declaration.
+(``max_tokens_per_gpu`` is ``--max-tokens-per-gpu``), its annotation is the type of the value, and :func:`option`
+carries the help text. The command line, the configuration file, the environment and ``--help`` all read this one
+declaration.
 
 Annotations that the command line understands: ``bool``, ``int``, ``float``, ``str``, ``Literal[...]``,
 ``tuple[T, ...]`` (space-separated values), ``dict[str, Any]`` (a JSON object), and ``... | None``.

@@ -1,0 +1,116 @@
+"""From what the user names as prompt data to the files behind it."""
+
+import collections
+import dataclasses
+import difflib
+import glob
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from relax_data.errors import DataError
+
+SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst", ".parquet")
+_SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
+_HUB = "hf://"
+
+
+@dataclasses.dataclass(frozen=True)
+class FileSlice:
+    """One file, or one Hugging Face dataset, and which of its rows.
+
+    Attributes:
+        path: local path, or the address that begins with ``hf://``.
+        start, stop: as in a Python slice over the rows; None is an open end, negative counts from the end.
+    """
+
+    path: str
+    start: int | None = None
+    stop: int | None = None
+
+    @property
+    def is_hub(self) -> bool:
+        return self.path.startswith(_HUB)
+
+    def bounds(self, rows: int) -> tuple[int, int]:
+        """First row and the row after the last one of a file that has ``rows`` rows."""
+        start, stop, _ = slice(self.start, self.stop).indices(rows)
+        return start, max(start, stop)
+
+
+def resolve_files(specs: str | Iterable[str]) -> list[FileSlice]:
+    """Expands files, folders, globs and slices, in the order given; folders and globs are sorted by name.
+
+    Raises:
+        DataError: a file is missing, empty or of an unknown kind, a folder or a glob holds no data file, a slice is
+            written wrong or stands behind several files, or the same file and slice is named twice.
+    """
+    found: list[FileSlice] = []
+    for spec in [specs] if isinstance(specs, str) else list(specs):
+        found.extend(_expand(spec))
+    if not found:
+        raise DataError("no prompt data is named: give a .jsonl or .parquet file, a folder or hf://OWNER/NAME")
+    for file, times in collections.Counter(found).items():
+        if times > 1:
+            raise DataError(f"{file.path} is named {times} times: its prompts would be trained as often; name it once")
+    return found
+
+
+def _expand(spec: str) -> Iterator[FileSlice]:
+    path, start, stop = _split_slice(spec)
+    if path.startswith(_HUB):
+        yield FileSlice(path, start, stop)
+        return
+    paths = _paths(path)
+    if len(paths) > 1 and (start is not None or stop is not None):
+        raise DataError(f"{spec} slices {len(paths)} files at once: put the slice behind each file")
+    for p in paths:
+        if p.stat().st_size == 0:
+            raise DataError(f"{p} is empty")
+        yield FileSlice(str(p), start, stop)
+
+
+def _split_slice(spec: str) -> tuple[str, int | None, int | None]:
+    match = _SLICE.match(spec)
+    if match is None:
+        if "@[" in spec:
+            raise DataError(f"{spec}: a slice is written FILE@[START:STOP], with numbers of rows")
+        return spec, None, None
+    start, stop = (int(x) if x not in ("", "-") else None for x in (match["start"], match["stop"]))
+    return match["path"], start, stop
+
+
+def _paths(text: str) -> list[Path]:
+    path = Path(text).expanduser()
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if _is_data(p) and not _hidden(p.relative_to(path)))
+        if not files:
+            raise DataError(f"the folder {text} holds no data file ({', '.join(SUFFIXES)})")
+        return files
+    if path.is_file():
+        if not _is_data(path):
+            raise DataError(f"{text}: unknown kind of file; known are {', '.join(SUFFIXES)}")
+        return [path]
+    if glob.has_magic(text):
+        files = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if _is_data(p))
+        if not files:
+            raise DataError(f"no data file matches {text} ({', '.join(SUFFIXES)})")
+        return files
+    raise DataError(f"{text} does not exist" + _near_miss(path))
+
+
+def _is_data(path: Path) -> bool:
+    return path.name.endswith(SUFFIXES) and path.is_file()
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in path.parts)
+
+
+def _near_miss(path: Path) -> str:
+    """What else is there, when the folder exists: most missing files are misspelt ones."""
+    if not path.parent.is_dir():
+        return f" (nor does its folder {path.parent})"
+    names = [p.name for p in path.parent.iterdir()]
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""

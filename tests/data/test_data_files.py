@@ -1,0 +1,60 @@
+"""Which files --prompt-data means."""
+
+import pytest
+from relax_data.errors import DataError
+from relax_data.files import FileSlice, resolve_files
+
+
+def test_folders_globs_lists_and_slices(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "sub/c.parquet", "sub/notes.txt", ".hidden/d.jsonl", "sub/_tmp.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}\n")
+    a, b, c = (str(tmp_path / n) for n in ("a.jsonl", "b.jsonl", "sub/c.parquet"))
+    assert [f.path for f in resolve_files(str(tmp_path))] == [a, b, c]
+    assert [f.path for f in resolve_files(str(tmp_path / "*.jsonl"))] == [a, b]
+    assert [f.path for f in resolve_files(str(tmp_path / "sub" / "**" / "*"))] == [str(tmp_path / "sub/_tmp.jsonl"), c]
+    assert resolve_files([b, f"{a}@[2:-1]", f"{a}@[:3]"]) == [
+        FileSlice(b),
+        FileSlice(a, 2, -1),
+        FileSlice(a, None, 3),
+    ]
+    assert resolve_files("hf://owner/name@[5:]") == [FileSlice("hf://owner/name", 5)]
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "expected"),
+    [(None, None, (0, 10)), (2, 5, (2, 5)), (-3, None, (7, 10)), (8, 99, (8, 10)), (5, 2, (5, 5)), (None, -4, (0, 6))],
+)
+def test_slices_mean_what_python_means(start, stop, expected):
+    bounds = FileSlice("x", start, stop).bounds(10)
+    assert bounds == expected
+    assert list(range(*bounds)) == list(range(10))[start:stop]
+
+
+def test_bad_names_say_what_to_do(tmp_path):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    (tmp_path / "other.jsonl").write_text("{}\n")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "table.csv").write_text("x\n")
+    (tmp_path / "void").mkdir()
+    for spec, message in [
+        (tmp_path / "trian.jsonl", "does not exist; did you mean .*train.jsonl"),
+        (tmp_path / "nowhere" / "x.jsonl", "nor does its folder"),
+        (tmp_path / "empty.jsonl", "empty.jsonl is empty"),
+        (tmp_path / "table.csv", "unknown kind of file; known are .jsonl"),
+        (tmp_path / "void", "holds no data file"),
+        (tmp_path / "*.parquet", "no data file matches"),
+        (f"{tmp_path}/train.jsonl@[1]", "a slice is written"),
+        (f"{tmp_path}/t*@[1:2]", None),
+        (f"{tmp_path}/[to]*.jsonl@[0:1]", "slices 2 files at once"),
+    ]:
+        if message is None:
+            assert len(resolve_files(str(spec))) == 1
+        else:
+            with pytest.raises(DataError, match=message):
+                resolve_files(str(spec))
+    with pytest.raises(DataError, match="named 2 times"):
+        resolve_files([str(tmp_path / "train.jsonl")] * 2)
+    with pytest.raises(DataError, match="no prompt data is named"):
+        resolve_files([])

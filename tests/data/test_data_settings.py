@@ -1,0 +1,59 @@
+"""Options of the prompt data: defaults and what is refused."""
+
+import subprocess
+import sys
+
+import pytest
+from relax_data.settings import SETTINGS, DataSettings
+
+
+def problems(**options):
+    return DataSettings(**options).problems(frozenset(options))
+
+
+def test_defaults_are_accepted_with_a_file(write_jsonl):
+    assert problems(prompt_data=(write_jsonl([{}]),)) == []
+    assert (DataSettings,) == SETTINGS
+
+
+def test_prompt_data_is_required_unless_rollouts_are_loaded():
+    assert "--prompt-data is required" in problems()[0]
+    assert DataSettings().problems(frozenset({"load_debug_rollout_data"})) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"system_prompt": "x"}, "--system-prompt has no effect without --apply-chat-template"),
+        ({"tool_key": "x"}, "--tool-key has no effect"),
+        ({"apply_chat_template_kwargs": {}}, "--apply-chat-template-kwargs has no effect"),
+        ({"streaming_buffer_size": 5}, "--streaming-buffer-size has no effect without --use-streaming-dataset"),
+        ({"streaming_buffer_size": 0, "use_streaming_dataset": True}, "--streaming-buffer-size 0: must be at least 1"),
+        ({"rollout_max_prompt_len": 0}, "--rollout-max-prompt-len 0"),
+        ({"rollout_seed": -1}, "--rollout-seed -1"),
+        ({"mm_processor_pool_size": 2}, "--mm-processor-pool-size has no effect without --multimodal-keys"),
+        ({"mm_processor_pool_size": -2}, "--mm-processor-pool-size -2"),
+        ({"multimodal_keys": {"smell": "s"}}, "unknown modality 'smell'"),
+        ({"multimodal_keys": {"image": 3}}, "image must name the key"),
+        ({"num_data_storage_units": 0}, "--num-data-storage-units 0"),
+    ],
+)
+def test_each_problem_is_named(write_jsonl, options, message):
+    found = problems(prompt_data=(write_jsonl([{}]),), **options)
+    assert any(message in p for p in found), found
+    assert len(found) == 1
+
+
+def test_all_problems_are_reported_together():
+    found = problems(prompt_data=("missing.jsonl",), system_prompt="x", rollout_seed=-1)
+    assert len(found) == 3
+    assert "--prompt-data: missing.jsonl does not exist" in found[0]
+
+
+def test_settings_and_types_import_nothing_heavy():
+    code = (
+        "import sys, relax_data.settings, relax_data.types, relax_data.source, relax_data.packing\n"
+        "heavy = {'torch', 'transformers', 'ray', 'datasets', 'transfer_queue'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -51,6 +51,7 @@ class RunConfig:
         layout: processes of the run; None when the run takes all GPUs of a Ray cluster it has not joined yet.
         given: names of the options that the user set, in snake_case. An SGLang server argument that was passed through
             stands there under its own name, and so does ``sglang_extra``.
+        warnings: what is allowed but probably not meant.
         notes: what a real start would still need; only a plan (``--dry-run``, ``--print-config``) may have some.
     """
 
@@ -72,6 +73,7 @@ class RunConfig:
     trace_dir: Path
     layout: Layout | None
     given: frozenset[str]
+    warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def parts(self) -> list[Any]:
@@ -101,7 +103,7 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Run
     Raises:
         ConfigError: anything is wrong with the options; holds all problems.
     """
-    from relax_cli.validate import problems_of
+    from relax_cli.validate import problems_of, warnings_of
 
     namespace = registry.namespace()
     given, errors, failed, complete = _merge(argv, environ, namespace)
@@ -133,7 +135,7 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Run
             errors += needed
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)))
-    return config
+    return dataclasses.replace(config, warnings=tuple(warnings_of(config)))
 
 
 def _merge(

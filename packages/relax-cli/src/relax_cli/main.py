@@ -68,6 +68,8 @@ def train(argv: list[str]) -> int:
 
         print(plan_text(config), end="")
         return 0
+    for warning in config.warnings:
+        print(f"relax train: warning: {warning}", file=sys.stderr)
     from relax_cli.controller import run
 
     return run(config)

@@ -29,6 +29,8 @@ def plan_text(config: RunConfig) -> str:
     for title, rows in topics:
         if rows:
             lines += ["", title, *_aligned(rows)]
+    if config.warnings:
+        lines += ["", "Warnings", *(f"  - {warning}" for warning in config.warnings)]
     if config.notes:
         lines += ["", "A real start still needs", *(f"  - {note}" for note in config.notes)]
     return "\n".join(lines) + "\n"
@@ -155,9 +157,7 @@ def _batches(config: RunConfig) -> Rows:
         cap = batch.log_probs_cap or 0
         rows.append(("log-prob pass", f"at most {cap} x CP {cp} = {cap * cp} tokens"))
     else:
-        micro = batch.micro_batch_size
-        count = f" ({size // (layout.dp * micro)} a rank and step)" if layout is not None else ""
-        rows.append(("micro-batch", f"{micro} samples{count}"))
+        rows.append(("micro-batch", f"{batch.micro_batch_size} samples"))
     return rows
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from relax_data.files import resolve_files
 from relax_data.options import flag, given_flags
+from relax_train.batching import Split
 from relax_train.settings.model import read_hf_config
 
 from relax_cli.config import RunConfig
@@ -34,6 +35,7 @@ def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problem
         _gpu_problems,
         _model_problems,
         _length_problems,
+        _reference_problems,
         _eval_problems,
         _debug_problems,
     ]
@@ -53,7 +55,7 @@ def layout_problems(config: RunConfig, available_gpus: int) -> Problems:
             f"the run needs {config.layout.gpus} GPUs but the Ray cluster has {available_gpus}: lower "
             "--actor-num-nodes or --actor-num-gpus-per-node, or join a larger cluster with --ray-address"
         ]
-    return [*_gpu_problems(config), *_model_problems(config), *_batch_problems(config)]
+    return [*_gpu_problems(config), *_model_problems(config)]
 
 
 def _mode_problems(config: RunConfig) -> Problems:
@@ -70,31 +72,15 @@ def _mode_problems(config: RunConfig) -> Problems:
 
 
 def _batch_problems(config: RunConfig) -> Problems:
-    """The arithmetic of rollout, optimizer step and micro-batch, with its numbers in the message."""
+    """The arithmetic of rollout and optimizer steps, with its numbers in the message."""
     batch, prompts, each = config.train.batch, config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
-    if min(prompts, each, batch.micro_batch_size) < 1:
+    if min(prompts, each, batch.global_batch_size or 1, batch.num_steps_per_rollout or 1) < 1:
         return []
     try:
-        step = batch.samples_per_step(prompts * each)
-    except (ValueError, ZeroDivisionError) as error:
-        positive = (batch.global_batch_size or 1) > 0 and (batch.num_steps_per_rollout or 1) > 0
+        batch.samples_per_step(prompts * each)
+    except ValueError as error:
         arithmetic = f"--rollout-batch-size {prompts} x --n-samples-per-prompt {each} = {prompts * each} samples"
-        return [f"{arithmetic}: {error}"] if positive else []
-    if config.layout is None or config.debug.debug_rollout_only:
-        return []
-    dp, micro = config.layout.dp, batch.micro_batch_size
-    if batch.use_dynamic_batch_size:
-        if step < dp:
-            return [
-                f"an optimizer step has {step} samples (--global-batch-size), fewer than the data-parallel size {dp}: "
-                "each rank needs at least one; raise the batch or the parallel sizes"
-            ]
-    elif step % (dp * micro):
-        return [
-            f"an optimizer step has {step} samples (--global-batch-size), which is no multiple of data-parallel size "
-            f"{dp} x --micro-batch-size {micro} = {dp * micro}: change the sizes, or pack by tokens with "
-            "--use-dynamic-batch-size and --max-tokens-per-gpu"
-        ]
+        return [f"{arithmetic}: {error}"]
     return []
 
 
@@ -103,13 +89,7 @@ def _gpu_problems(config: RunConfig) -> Problems:
     if layout is None:
         return []
     if layout.device == "cpu":
-        found = []
-        if cluster.fully_async:
-            found.append("--fully-async needs GPUs, and --actor-num-gpus-per-node is 0: raise it, or use --colocate")
-        per_engine = config.sglang.rollout_num_gpus_per_engine
-        if per_engine > 1:
-            found.append(f"--rollout-num-gpus-per-engine {per_engine} has no effect without GPUs: remove it")
-        return found
+        return _cpu_problems(config)
     per_engine = config.sglang.rollout_num_gpus_per_engine
     gpus = layout.train_ranks if layout.shared else cluster.rollout_num_gpus or 0
     if per_engine >= 1 and gpus % per_engine:
@@ -123,6 +103,24 @@ def _gpu_problems(config: RunConfig) -> Problems:
             f"{cluster.num_gpus_per_node}): an engine must fit into a node"
         ]
     return []
+
+
+def _cpu_problems(config: RunConfig) -> Problems:
+    found = []
+    if config.cluster.fully_async:
+        found.append("--fully-async needs GPUs, and --actor-num-gpus-per-node is 0: raise it, or use --colocate")
+    idle = [
+        n
+        for n, idles in (
+            ("rollout_num_gpus_per_engine", config.sglang.rollout_num_gpus_per_engine > 1),
+            ("num_gpus_per_node", "num_gpus_per_node" in config.given),
+            ("optimizer_cpu_offload", config.train.parallel.optimizer_cpu_offload),
+        )
+        if idles
+    ]
+    if idle:
+        found.append(f"{given_flags(idle)} without effect: the run has no GPUs; remove it, or run where there are some")
+    return found
 
 
 def _model_problems(config: RunConfig) -> Problems:
@@ -173,16 +171,31 @@ def _length_problems(config: RunConfig) -> Problems:
         longest, why = response + prompt, f"--rollout-max-response-len {response} + --rollout-max-prompt-len {prompt}"
     if limit is not None and (prompt is None or limit < longest):
         longest, why = limit, f"--rollout-max-context-len {limit}"
-    cp = max(1, config.train.parallel.context_parallel_size)
+    parallel = config.train.parallel
+    cp = max(1, parallel.context_parallel_size)
+    split = Split(cp_size=cp, sequence_size=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    padded = -(-longest // split.document_multiple) * split.document_multiple
     for name in ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu"):
         cap = getattr(batch, name)
-        if cap is not None and cap * cp < longest and (name in config.given or name == "max_tokens_per_gpu"):
+        if cap is None or cap < 1 or (name != "max_tokens_per_gpu" and name not in config.given):
+            continue
+        holds = cap * cp // split.total_multiple * split.total_multiple
+        if holds < padded:
             found.append(
-                f"a sample may have {longest} tokens ({why}), but a micro-batch holds at most {cap * cp} "
-                f"({flag(name)} {cap} x --context-parallel-size {cp}): raise {flag(name)} or --context-parallel-size, "
-                "or lower the lengths"
+                f"a sample may have {longest} tokens ({why}), but a micro-batch holds at most {holds} ({flag(name)} "
+                f"{cap} x --context-parallel-size {cp}, in steps of {split.total_multiple}): raise {flag(name)} or "
+                "--context-parallel-size, or lower the lengths"
             )
     return found
+
+
+def _reference_problems(config: RunConfig) -> Problems:
+    if config.train.model.ref_load is not None and not config.train.algorithm.needs_reference:
+        return [
+            "--ref-load has no effect: no KL coefficient is above 0, so there is no reference model; add --use-kl-loss "
+            "and --kl-loss-coef, or --kl-coef, or remove it"
+        ]
+    return []
 
 
 def _eval_problems(config: RunConfig) -> Problems:
@@ -269,5 +282,28 @@ def _machine_problems(config: RunConfig) -> Problems:
         found.append(
             f"--actor-num-nodes {cluster.actor_num_nodes} needs a Ray cluster: start one on the nodes with `ray start` "
             "and join it with --ray-address"
+        )
+    return found
+
+
+def warnings_of(config: RunConfig) -> list[str]:
+    """What is allowed but probably not meant."""
+    found = []
+    batch, layout = config.train.batch, config.layout
+    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    step = batch.global_batch_size or samples
+    if batch.balance_data:
+        several = " (with the one optimizer step a rollout of this run they do not)" if step == samples else ""
+        found.append(f"--balance-data: responses to one prompt may fall into different training steps{several}")
+    training = not config.debug.debug_rollout_only
+    if training and config.train.algorithm.advantage_estimator == "grpo" and config.rollout.n_samples_per_prompt == 1:
+        found.append(
+            "--n-samples-per-prompt 1: GRPO compares the responses to one prompt, so a single one teaches nothing; use "
+            "2 or more, for example 8"
+        )
+    if training and layout is not None and step < layout.dp:
+        found.append(
+            f"an optimizer step has {step} samples for {layout.dp} data-parallel ranks, so {layout.dp - step} of them "
+            "idle; raise --global-batch-size or the parallel sizes"
         )
     return found

@@ -1,5 +1,6 @@
 """Fixtures that every package's tests share. The heavy ones exist once a session."""
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,3 +72,38 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningServer:
+    """A real SGLang server: where it listens, the model it started with, its log, its process."""
+
+    url: str
+    model_path: Path
+    log_path: Path
+    pid: int
+
+
+@pytest.fixture(scope="session")
+def sglang_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One SGLang server on CPU with ``tiny_model``; starts once (about a minute) and stops at the end.
+
+    Tests that change its weights push the start weights back.
+    """
+    from relax_rollout.sglang.server import SGLangServer
+    from relax_rollout.sglang.settings import SGLangSettings
+
+    log_path = tmp_path_factory.mktemp("sglang") / "engine0.log"
+    server = SGLangServer(
+        SGLangSettings(),
+        model_path=tiny_model,
+        name="engine0",
+        log_path=log_path,
+        device="cpu",
+        dtype="float32",
+    )
+    server.start(deadline_s=400)
+    try:
+        yield RunningServer(server.url, tiny_model, log_path, server.pid)
+    finally:
+        server.stop()

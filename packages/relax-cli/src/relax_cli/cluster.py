@@ -136,7 +136,7 @@ def strategy(group: Any, bundle: int) -> dict[str, Any]:
     }
 
 
-class StopRequested(Exception):  # noqa: N818 - it is not an error
+class StopRequested(Exception):
     """The user asked the run to end (SIGINT or SIGTERM) and the current wait was given up."""
 
 

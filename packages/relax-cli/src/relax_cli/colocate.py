@@ -130,12 +130,14 @@ class ColocateRun:
             if debug.load_debug_rollout_data is not None:
                 groups = load_groups(path_for(debug.load_debug_rollout_data, rollout_id))
                 rewards = [r for g in groups for r in g.rewards]
-                return groups, {"rollout/reward_mean": sum(rewards) / len(rewards)}
+                return groups, {"rollout/reward": sum(rewards) / len(rewards)}
             version = 0 if debug.debug_rollout_only else rollout_id
             result = self._fleet.rollout(
                 "generate", rollout_id, version, what=f"rollout {rollout_id} to be generated and scored"
             )
-        return result["groups"], dict(result["metrics"])
+        # Time of the rewards and of the rollout as a whole lie inside the phase that was just measured.
+        metrics = {k.replace("time/", "rollout/seconds_"): v for k, v in result["metrics"].items()}
+        return result["groups"], metrics
 
     def _train(self, groups: Sequence[SampleGroup], rollout_id: int, clock: StepClock) -> dict[str, float]:
         import ray
@@ -199,7 +201,8 @@ class ColocateRun:
         return rollout_id % self.config.run.eval_interval == 0
 
     def _evaluate(self, rollout_id: int) -> None:
-        scalars = self._fleet.rollout("evaluate", what="the evaluation")
+        version = 0 if self.config.debug.debug_rollout_only else rollout_id
+        scalars = self._fleet.rollout("evaluate", version, what="the evaluation")
         self._trackers.log(scalars, rollout_id)
         self.outcome.evals.append((rollout_id, scalars))
         self._progress.evaluation(rollout_id, scalars)

@@ -9,18 +9,18 @@ import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 from relax_cli.cluster import StopFlag, StopRequested, cluster_gpus, connected
 from relax_cli.colocate import ColocateRun, Outcome
-from relax_cli.fleet import Fleet, Shape
+from relax_cli.config import RunConfig, fit, to_toml
+from relax_cli.fleet import Fleet
 from relax_cli.progress import PHASES, Progress, plot_reward
 from relax_cli.tracking import JsonLinesTracker, TensorBoardTracker, Tracker, Trackers, WandbTracker, read_metrics
 
 log = logging.getLogger(__name__)
 
 
-def run(config: Any) -> int:
+def run(config: RunConfig) -> int:
     """Runs ``relax train``.
 
     Args:
@@ -49,11 +49,13 @@ def run(config: Any) -> int:
     return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
 
 
-def _run_on_ray(config: Any, progress: Progress, stop: StopFlag) -> Outcome:
+def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag) -> Outcome:
     with connected(config.cluster.ray_address, min_cpus=8):
-        shape = shape_of(config, available_gpus=cluster_gpus())
+        config = fit(config, cluster_gpus())
+        shape = config.layout
+        assert shape is not None, "fit() knows the cluster"
         progress.note(f"Ray is up; {shape.train_ranks} trainer rank(s) and {shape.engines} engine(s) on {shape.device}")
-        fleet = Fleet(config, shape, stop=stop, note=progress.note)
+        fleet = Fleet(config, stop=stop, note=progress.note)
         try:
             fleet.start()
             with Trackers(_trackers(config)) as trackers:
@@ -62,50 +64,12 @@ def _run_on_ray(config: Any, progress: Progress, stop: StopFlag) -> Outcome:
             fleet.close()
 
 
-def shape_of(config: Any, *, available_gpus: int) -> Shape:
-    """Derives the number of processes from the flags and the cluster.
-
-    Args:
-        available_gpus: GPUs of the cluster; 0 puts the run on CPU.
-
-    Raises:
-        ValueError: flags and cluster do not fit.
-    """
-    cluster, parallel = config.cluster, config.train.parallel
-    model_parallel = (
-        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    )
-    per_node = cluster.actor_num_gpus_per_node
-    on_gpu = available_gpus > 0 and per_node != 0
-    if not on_gpu:
-        if per_node:
-            raise ValueError(
-                f"--actor-num-gpus-per-node {per_node}: the Ray cluster has no GPU. Set it to 0 to run on CPU."
-            )
-        return Shape(device="cpu", train_ranks=model_parallel, engines=1, gpus_per_engine=1, dtype="float32")
-    if per_node is None:
-        per_node = max(1, available_gpus // cluster.actor_num_nodes)
-    world = per_node * cluster.actor_num_nodes
-    per_engine = config.sglang.rollout_num_gpus_per_engine
-    if world % model_parallel:
-        raise ValueError(
-            f"{world} GPUs are not a multiple of --tensor-model-parallel-size x --pipeline-model-parallel-size x "
-            f"--context-parallel-size = {model_parallel}"
-        )
-    if world % per_engine:
-        raise ValueError(f"{world} GPUs are not a multiple of --rollout-num-gpus-per-engine {per_engine}")
-    dtype = "bfloat16" if config.train.model.bf16 is not False else "float32"
-    return Shape("cuda", world, world // per_engine, per_engine, dtype)
-
-
-def _prepare_run_dir(config: Any) -> None:
+def _prepare_run_dir(config: RunConfig) -> None:
     (config.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    from relax_cli.config import to_toml
-
     (config.run_dir / "config.toml").write_text(to_toml(config), encoding="utf-8")
 
 
-def _log_to_file(config: Any) -> None:
+def _log_to_file(config: RunConfig) -> None:
     handler = logging.FileHandler(config.run_dir / "logs" / "driver.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     console = logging.StreamHandler(sys.stderr)
@@ -118,7 +82,7 @@ def _log_to_file(config: Any) -> None:
     root.addHandler(console)
 
 
-def _trackers(config: Any) -> list[Tracker]:
+def _trackers(config: RunConfig) -> list[Tracker]:
     trackers: list[Tracker] = [JsonLinesTracker(config.run_dir / "metrics.jsonl")]
     if config.logging.use_tensorboard:
         trackers.append(TensorBoardTracker(config.run_dir / "tensorboard"))
@@ -156,7 +120,7 @@ def _signals(stop: StopFlag, progress: Progress) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _explain(error: BaseException, config: Any, progress: Progress) -> None:
+def _explain(error: BaseException, config: RunConfig, progress: Progress) -> None:
     """Says on the terminal what went wrong: the cause, not Ray's wrapping of it."""
     cause = getattr(error, "cause", None) or error
     name = type(cause).__name__
@@ -168,7 +132,7 @@ def _explain(error: BaseException, config: Any, progress: Progress) -> None:
     progress.note(f"logs: {config.run_dir / 'logs'}")
 
 
-def _finish(config: Any, outcome: Outcome, seconds: float, progress: Progress) -> None:
+def _finish(config: RunConfig, outcome: Outcome, seconds: float, progress: Progress) -> None:
     """The summary table, ``summary.json`` and the plot."""
     path = config.run_dir / "metrics.jsonl"
     metrics = read_metrics(path) if path.exists() else []
@@ -177,12 +141,12 @@ def _finish(config: Any, outcome: Outcome, seconds: float, progress: Progress) -
         ("steps", f"{len(steps)} (rollouts {outcome.first_rollout} to {outcome.next_rollout - 1})" if steps else "0"),
         ("wall time", f"{seconds:.0f} s"),
     ]
-    rewards = [m["rollout/reward_mean"] for m in steps if m.get("rollout/reward_mean") is not None]
+    rewards = [m["rollout/reward"] for m in steps if m.get("rollout/reward") is not None]
     if rewards:
         rows.append(("training reward", f"{rewards[0]:.3f} -> {rewards[-1]:.3f}"))
-    for key in sorted({k for _, e in outcome.evals for k in e if k.endswith("/reward_mean")}):
+    for key in sorted({k for _, e in outcome.evals for k in e if k.endswith("/reward")}):
         values = [e[key] for _, e in outcome.evals if key in e]
-        rows.append((key.removesuffix("/reward_mean"), f"{values[0]:.3f} -> {values[-1]:.3f}"))
+        rows.append((key.removesuffix("/reward"), f"{values[0]:.3f} -> {values[-1]:.3f}"))
     if steps:
         total = sum(m["time/step"] for m in steps)
         shares = [f"{p} {sum(m.get(f'time/{p}') or 0.0 for m in steps) / total:.0%}" for p in PHASES]

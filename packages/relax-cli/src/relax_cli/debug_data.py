@@ -33,8 +33,8 @@ def load_groups(path: Path) -> list[SampleGroup]:
     """
     if not path.is_file():
         raise ValueError(
-            f"--load-debug-rollout-data: {path} does not exist. Write it with --save-debug-rollout-data, and start with "
-            "the rollout ids that were saved (--start-rollout-id, --num-rollout)."
+            f"--load-debug-rollout-data: {path} does not exist. Write it with --save-debug-rollout-data, and start "
+            "with the rollout ids that were saved (--start-rollout-id, --num-rollout)."
         )
     groups = []
     with path.open("rb") as lines:

@@ -69,13 +69,13 @@ def _reason(error: Exception) -> str:
 def _entries(path: Path) -> list[_Entry]:
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise ValueError("the name must end in .toml, .yaml or .yml")
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     return _toml_entries(text) if path.suffix == ".toml" else _yaml_entries(text)
 
 
 def _toml_entries(text: str) -> list[_Entry]:
     values = tomllib.loads(text)
-    lines = text.splitlines()
+    lines = text.split("\n")
 
     def line_of(key: str) -> int | None:
         name = re.escape(key)

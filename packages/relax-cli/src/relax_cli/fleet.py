@@ -1,6 +1,5 @@
 """All actors of a colocate run: placed, started in order, asked together, stopped."""
 
-import dataclasses
 import logging
 import os
 import time
@@ -8,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from relax_cli.actors.process import actor_environment
-from relax_cli.cluster import Slot, StopFlag, reserve, strategy, wait_for
+from relax_cli.cluster import Slot, StopFlag, StopRequested, reserve, strategy, wait_for
+from relax_cli.config import RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -20,24 +20,12 @@ CALL_DEADLINE_S = 24 * 3600.0
 STOP_DEADLINE_S = 8.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """How many processes of each kind the run has, and on what."""
-
-    device: str
-    """``cuda`` or ``cpu``."""
-    train_ranks: int
-    engines: int
-    gpus_per_engine: int
-    dtype: str
-    """What the engine computes in: ``bfloat16`` or ``float32``."""
-
-
 class Fleet:
     """Owns the Ray actors. Engines and trainer ranks share the same slots (colocate)."""
 
-    def __init__(self, config: Any, shape: Shape, *, stop: StopFlag, note: Callable[[str], None]) -> None:
-        self.config, self.shape = config, shape
+    def __init__(self, config: RunConfig, *, stop: StopFlag, note: Callable[[str], None]) -> None:
+        assert config.layout is not None, "the cluster is known before the fleet"
+        self.config, self.shape = config, config.layout
         self._stop, self._note = stop, note
         self._engine_actors: list[Any] = []
         self._trainers: list[Any] = []
@@ -98,7 +86,8 @@ class Fleet:
             own = slots[i * per : (i + 1) * per]
             if len({s.node_id for s in own}) != 1:
                 raise ValueError(
-                    f"--rollout-num-gpus-per-engine {per}: engine {i} would span nodes {sorted({s.node_ip for s in own})}. "
+                    f"--rollout-num-gpus-per-engine {per}: engine {i} would span the nodes "
+                    f"{sorted({s.node_ip for s in own})}. "
                     "An engine must fit into one node: choose a divisor of the GPUs of a node."
                 )
             create = self._actor(EngineActor, own[0].bundle, cpus=0.0, gpus=0.1 if gpu else 0.0, max_concurrency=4)
@@ -109,9 +98,14 @@ class Fleet:
                     gpu_ids=[s.gpu_id for s in own if s.gpu_id is not None],
                     device=self.shape.device,
                     host="127.0.0.1" if local else own[0].node_ip,
-                    dtype=self.shape.dtype,
+                    dtype=self._engine_dtype(),
                 )
             )
+
+    def _engine_dtype(self) -> str:
+        """The trainer's own, so that both compute the same log-probs."""
+        bf16 = self.config.train.model.bf16
+        return "bfloat16" if (self.shape.device == "cuda" if bf16 is None else bf16) else "float32"
 
     def _create_trainers(self, slots: list[Slot]) -> None:
         from relax_cli.actors.trainer import TrainActor
@@ -153,8 +147,6 @@ class Fleet:
                 ray.get(failed)
             now = time.monotonic()
             if self._stop.requested:
-                from relax_cli.cluster import StopRequested
-
                 raise StopRequested("the engines to start")
             if now - start > ENGINE_START_DEADLINE_S:
                 raise TimeoutError(f"waited {now - start:.0f} s for the engines to be healthy: giving up")

@@ -29,7 +29,7 @@ class Progress:
         get = scalars.get
         parts = [
             f"step {rollout_id}{of}",
-            f"reward {get('rollout/reward_mean', float('nan')):.3f}",
+            f"reward {get('rollout/reward', float('nan')):.3f}",
             f"{get('perf/tokens_per_s', 0.0):.0f} tok/s",
             f"staleness {get('rollout/staleness_max', 0.0):.0f}",
             " ".join(f"{phase} {get(f'time/{phase}', 0.0):.2f}s" for phase in PHASES),
@@ -68,11 +68,11 @@ def plot_reward(metrics: Sequence[dict[str, Any]], path: Path) -> bool:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    train = [(m["step"], m["rollout/reward_mean"]) for m in metrics if m.get("rollout/reward_mean") is not None]
+    train = [(m["step"], m["rollout/reward"]) for m in metrics if m.get("rollout/reward") is not None]
     evals: dict[str, list[tuple[int, float]]] = {}
     for m in metrics:
         for key, value in m.items():
-            if key.startswith("eval/") and key.endswith("/reward_mean") and value is not None:
+            if key.startswith("eval/") and key.endswith("/reward") and value is not None:
                 evals.setdefault(key.split("/")[1], []).append((m["step"], value))
     if not train and not evals:
         return False

@@ -1,10 +1,15 @@
 """The Ray actor that drives generation: prompts, engines' clients, rewards, evaluation, engine profiling."""
 
 import contextlib
-from collections.abc import AsyncIterator
-from typing import Any
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from relax_cli.actors.process import start_log
+
+if TYPE_CHECKING:
+    from relax_rollout.engine import MemoryTag
 
 
 class RolloutActor:
@@ -25,6 +30,7 @@ class RolloutActor:
         from transformers import AutoTokenizer
 
         self._config = config
+        self._status = "idle"
         self._tokenizer = AutoTokenizer.from_pretrained(config.train.model.hf_checkpoint)
         self._source = open_prompts(config.data, self._tokenizer, num_epoch=config.run.num_epoch)
         self._reward = build_reward(config.reward)
@@ -38,6 +44,8 @@ class RolloutActor:
             reward=self._reward,
             tokenizer=self._tokenizer,
             concurrency=config.sglang.sglang_server_concurrency,
+            max_staleness=config.cluster.max_staleness,
+            progress=lambda now: self._say(str(now)),
         )
         self._profiler = self._build_profiler([info["url"] for info in engine_info])
         self._eval_prompts: dict[str, Any] | None = None
@@ -49,6 +57,14 @@ class RolloutActor:
         from relax_profiling.sglang import RolloutProfiler
 
         return RolloutProfiler(settings, urls, self._config.trace_dir / "sglang_trace")
+
+    def _say(self, message: str) -> None:
+        self._status = message
+        logging.getLogger(__name__).info(message)
+
+    async def status(self) -> str:
+        """What it is waiting for now, for a driver whose own wait gets long."""
+        return self._status
 
     async def ready(self) -> bool:
         """True once prompts, tokenizer and reward are loaded; raises what went wrong with them."""
@@ -76,8 +92,8 @@ class RolloutActor:
             result = await self._loop.generate(rollout_id, version)
         return {"groups": result.groups, "metrics": result.metrics}
 
-    async def evaluate(self) -> dict[str, float]:
-        """Evaluates all of ``--eval-prompt-data`` with the weights the engines serve now."""
+    async def evaluate(self, version: int) -> dict[str, float]:
+        """Evaluates all of ``--eval-prompt-data`` with the weights the engines serve, of this version."""
         from relax_rollout.evaluation import evaluate
 
         if self._eval_prompts is None:
@@ -87,17 +103,22 @@ class RolloutActor:
             self._eval_prompts,
             self._reward,
             self._config.eval,
-            self._config.rollout,
+            rollout=self._config.rollout,
             tokenizer=self._tokenizer,
+            version=version,
+            concurrency=self._config.sglang.sglang_server_concurrency,
+            progress=self._say,
         )
 
     def _open_eval_prompts(self) -> dict[str, Any]:
         from relax_data.source import open_prompts
 
+        # All prompts, in file order, whatever the training data does.
+        settings = dataclasses.replace(self._config.data, rollout_shuffle=False, use_streaming_dataset=False)
         names_and_paths = self._config.eval.eval_prompt_data or ()
         prompts = {}
         for name, path in zip(names_and_paths[::2], names_and_paths[1::2], strict=True):
-            source = open_prompts(self._config.data, self._tokenizer, num_epoch=1, paths=(path,), shuffle=False)
+            source = open_prompts(settings, self._tokenizer, num_epoch=1, paths=path)
             prompts[name] = source.next(len(source))
         return prompts
 
@@ -110,7 +131,7 @@ class RolloutActor:
         for engine in self._engines:
             await engine.release_memory(("kv_cache", "weights"))
 
-    async def resume_memory(self, tags: tuple[str, ...]) -> None:
+    async def resume_memory(self, tags: "Sequence[MemoryTag]") -> None:
         """Takes GPU memory back; after ``weights`` a push must follow before anything is generated."""
         for engine in self._engines:
             await engine.resume_memory(tags)

@@ -16,7 +16,7 @@ class TrainActor:
         self._config = config
         self._rank, self._world_size, self._threads = rank, world_size, threads
         self._trainer: Any = None
-        self._links: list[Any] = []
+        self._link: Any = None
 
     def place(self) -> tuple[str, int]:
         """Address of this process's node and a free port on it, for rank 0 to be the rendezvous."""
@@ -29,7 +29,6 @@ class TrainActor:
 
     def prepare(self) -> None:
         """Imports what :meth:`setup` needs, without touching a device: the slow part of a start."""
-        import megatron.core
         import relax_train.trainer  # noqa: F401
 
     def setup(self, master: tuple[str, int]) -> dict[str, Any]:
@@ -69,10 +68,17 @@ class TrainActor:
         return build_observer(train, memory, trace_dir=self._config.trace_dir, **self._config.rank_tag(self._rank))
 
     def connect(self, engine_info: list[dict[str, Any]]) -> None:
-        """Tells this rank which engines it shares weights with."""
-        from relax_cli.weight_link import links_for
+        """Tells this rank which engines it sends weights to."""
+        from relax_cli.weight_link import WeightLink
 
-        self._links = links_for(self._trainer.layout, engine_info)
+        layout = self._config.layout
+        self._link = WeightLink.of(
+            engine_info,
+            rank=self._rank,
+            world_size=self._world_size,
+            device=layout.device,
+            gpus_per_engine=layout.gpus_per_engine,
+        )
 
     def train(self, batch: Any, version: int) -> dict[str, float]:
         """All optimizer steps of one rollout; metrics are equal on all ranks but for the times."""
@@ -84,19 +90,20 @@ class TrainActor:
         Returns:
             ``{"seconds", "bytes"}`` of this rank.
         """
-        from relax_cli.weight_link import push
-
         start = time.perf_counter()
-        sent = push(
-            self._links, self._trainer.weight_buckets(self._config.train.model.update_weight_buffer_size), version
-        )
+        buckets = self._trainer.weight_buckets(self._config.train.model.update_weight_buffer_size)
+        sent = self._link.push(buckets, version)
         return {"seconds": time.perf_counter() - start, "bytes": float(sent)}
 
     def save(self, directory: str, rollout_id: int, extra: dict[str, Any]) -> None:
         self._trainer.save(directory, rollout_id, extra)
 
     def load(self, directory: str) -> tuple[int, dict[str, Any]] | None:
-        """Loads the latest checkpoint under ``directory``: (its rollout id, the driver's state), None when there is none."""
+        """Loads the latest checkpoint under ``directory``.
+
+        Returns:
+            its rollout id and the driver's state, or None when there is no checkpoint yet.
+        """
         return self._trainer.load(directory)
 
     def save_hf(self, directory: str) -> None:

@@ -51,6 +51,12 @@ class ModelSettings:
     bf16: bool | None = option(
         None, "Train in bfloat16 with float32 master weights; default: on with CUDA, off (float32) on CPU."
     )
+    update_weight_buffer_size: int = option(
+        536870912,
+        "Bytes of a bucket of full tensors in a weight update; a push needs at most two buckets beside the model. A "
+        "larger tensor goes alone.",
+        metavar="BYTES",
+    )
 
     def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
         """What is wrong with these settings, each message with its fix."""
@@ -70,6 +76,8 @@ class ModelSettings:
                 read_hf_config(self.ref_load)
             except ValueError as error:
                 found.append(f"--ref-load: {error}")
+        if self.update_weight_buffer_size < 1:
+            found.append(f"--update-weight-buffer-size {self.update_weight_buffer_size}: must be at least 1 byte")
         if self.seed < 0:
             found.append(f"--seed {self.seed}: must be 0 or more")
         return found

@@ -1,0 +1,64 @@
+"""What a run prints and draws."""
+
+import io
+import json
+from pathlib import Path
+
+from relax_cli.progress import Progress, plot_reward
+from relax_cli.tracking import JsonLinesTracker, TensorBoardTracker, Trackers, read_metrics
+from rich.console import Console
+
+
+def test_the_step_line_is_plain_text_with_everything_the_user_watches() -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=40, highlight=False, soft_wrap=True))
+    scalars = {
+        "rollout/reward": 0.25,
+        "perf/tokens_per_s": 812.4,
+        "rollout/staleness_max": 1.0,
+        "time/generate": 1.5,
+        "time/log_probs": 0.25,
+        "time/train": 0.5,
+        "time/weight_update": 0.125,
+        "train/loss": -0.01,
+    }
+    progress.step(3, 59, scalars)
+    line = out.getvalue()
+    assert line.count("\n") == 1, "one line, however narrow the terminal"
+    assert "\x1b" not in line
+    for part in ("step 3/59", "reward 0.250", "812 tok/s", "staleness 1", "generate 1.50s", "weight_update 0.12s"):
+        assert part in line
+
+
+def test_metrics_survive_a_cut_last_line_and_a_value_that_is_not_finite(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonLinesTracker(path)
+    tracker.log({"rollout/reward": 0.5, "train/loss": float("nan")}, 0)
+    tracker.log({"rollout/reward": 0.75}, 1)
+    tracker.close()
+    with path.open("a") as out:
+        out.write('{"step": 2, "rollout/re')
+    rows = read_metrics(path)
+    assert [(r["step"], r["rollout/reward"]) for r in rows] == [(0, 0.5), (1, 0.75)]
+    assert rows[0]["train/loss"] is None
+
+
+def test_tensorboard_reads_what_was_tracked(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Trackers([TensorBoardTracker(tmp_path)]) as trackers:
+        trackers.log({"rollout/reward": 0.25}, 0)
+        trackers.log({"rollout/reward": 0.5}, 7)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert "rollout/reward" in str(events.Tags())
+    tensors = events.Tensors("rollout/reward")
+    assert [t.step for t in tensors] == [0, 7]
+
+
+def test_plot_is_a_png_and_nothing_is_drawn_from_nothing(tmp_path: Path) -> None:
+    assert not plot_reward([], tmp_path / "none.png")
+    rows = [json.loads(f'{{"step": {i}, "rollout/reward": {i / 10}}}') for i in range(4)]
+    rows.append({"step": 4, "eval/heldout/reward": 0.5})
+    assert plot_reward(rows, tmp_path / "reward.png")
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")

@@ -79,18 +79,25 @@ def test_huge_logits_do_not_overflow() -> None:
     torch.testing.assert_close(h.double(), e_h, rtol=0, atol=1e-3)
 
 
-def _split_vocabulary(rank: int, world: int) -> list[Any]:
+def _world_group() -> tuple[int, int, Any]:
+    """Joins the ranks; here the whole world shares the vocabulary."""
+    dist.init_process_group("gloo")
+    return dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+
+
+def _split_vocabulary() -> list[Any]:
+    rank, world, group = _world_group()
     logits, labels = problem(vocab=50)
     padded = torch.cat([logits, torch.full((37, 10), 7.0, dtype=torch.float64)], 1)
     mine = padded.chunk(world, 1)[rank].clone().requires_grad_()
-    lp, h = token_log_probs(mine, labels, temperature=0.7, group=dist.group.WORLD, vocab_size=50, entropy_grad=True)
+    lp, h = token_log_probs(mine, labels, temperature=0.7, group=group, vocab_size=50, entropy_grad=True)
     (lp.sum() + 2 * h.sum()).backward()
     return [lp.detach(), h.detach(), mine.grad]
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_share_the_vocabulary_get_the_whole_result(world: int, ranks: Callable[..., list[Any]]) -> None:
-    parts = ranks(_split_vocabulary, world)
+def test_ranks_that_share_the_vocabulary_get_the_whole_result(world: int, run_ranks: Callable[..., list[Any]]) -> None:
+    parts = run_ranks(_split_vocabulary, world)
     logits, labels = problem(vocab=50)
     whole = logits.requires_grad_()
     e_lp, e_h = naive(whole, labels, 0.7)
@@ -103,18 +110,19 @@ def test_ranks_that_share_the_vocabulary_get_the_whole_result(world: int, ranks:
     assert (grad[:, 50:] == 0).all()
 
 
-def test_a_rank_with_nothing_but_padding_agrees(ranks: Callable[..., list[Any]]) -> None:
-    parts = ranks(_all_padding_on_last, 3)
+def test_a_rank_with_nothing_but_padding_agrees(run_ranks: Callable[..., list[Any]]) -> None:
+    parts = run_ranks(_all_padding_on_last, 3)
     e_lp, e_h = naive(problem(vocab=50)[0], problem(vocab=50)[1], 1.0)
     for lp, h in parts:
         torch.testing.assert_close(lp, e_lp)
         torch.testing.assert_close(h, e_h)
 
 
-def _all_padding_on_last(rank: int, world: int) -> list[Any]:
+def _all_padding_on_last() -> list[Any]:
+    rank, world, group = _world_group()
     logits, labels = problem(vocab=50)
     padded = torch.cat([logits, torch.zeros(37, 25, dtype=torch.float64)], 1)
-    return list(token_log_probs(padded.chunk(world, 1)[rank], labels, group=dist.group.WORLD, vocab_size=50))
+    return list(token_log_probs(padded.chunk(world, 1)[rank], labels, group=group, vocab_size=50))
 
 
 def test_temperature_zero_is_scored_as_the_engine_does() -> None:

@@ -95,7 +95,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for rows in _chunks(n, logits.shape[1]):
             if width == 0:
                 break
-            x = logits[rows, :width].to(wide).div_(temperature)
+            x = logits[rows, :width].to(wide, copy=True).div_(temperature)
             sums[2, rows] = x.gather(1, column[rows, None]).squeeze(1).masked_fill_(~here[rows], 0)
             top[rows] = x.amax(1)
             x.sub_(top[rows, None])
@@ -128,7 +128,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for rows in _chunks(logits.shape[0], logits.shape[1]):
             g = grad_log_prob[rows, None]
             # d log p[label] / d x = onehot - p;   d H / d x = -p (log p + H).
-            log_p = logits[rows, :width].to(wide).div_(temperature).sub_(log_z[rows, None])
+            log_p = logits[rows, :width].to(wide, copy=True).div_(temperature).sub_(log_z[rows, None])
             p = log_p.exp()
             factor = -g
             if entropy_grad:

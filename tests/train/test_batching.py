@@ -1,0 +1,191 @@
+"""Samples to micro-batches: caps, alignment, padding, context-parallel parts."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from relax_data.types import TrainBatch
+from relax_train.batching import (
+    Split,
+    build_micro_batch,
+    optimizer_steps,
+    plan_micro_batches,
+    split_responses,
+    zigzag_positions,
+)
+from relax_train.settings.batch import BatchSettings
+
+
+def make_batch(shapes: list[tuple[int, int]]) -> TrainBatch:
+    """Samples of (prompt, response) lengths whose tokens are all different."""
+    rng = np.random.default_rng(0)
+    starts = np.cumsum([0, *(p + r for p, r in shapes)])
+    return TrainBatch(
+        rollout_id=3,
+        tokens=[np.arange(a, a + p + r) + 1000 for a, (p, r) in zip(starts, shapes, strict=False)],
+        response_lengths=np.array([r for _, r in shapes]),
+        loss_masks=[np.ones(r, np.float32) for _, r in shapes],
+        rollout_log_probs=[rng.normal(size=r).astype(np.float32) for _, r in shapes],
+        rewards=rng.random(len(shapes)).astype(np.float32),
+        group_ids=np.arange(len(shapes)) // 2,
+        oldest_versions=np.zeros(len(shapes), np.int64),
+        names=[f"row:{i}" for i in range(len(shapes))],
+    )
+
+
+SPLITS = st.builds(
+    Split, dp_size=st.integers(1, 4), cp_size=st.sampled_from([1, 2, 3, 4]), sequence_size=st.sampled_from([1, 2, 4])
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=30),
+    split=SPLITS,
+    cap=st.integers(100, 200),
+    balance=st.booleans(),
+)
+def test_no_micro_batch_exceeds_its_cap_and_every_sample_is_in_one(
+    shapes: list[tuple[int, int]], split: Split, cap: int, balance: bool
+) -> None:
+    batch = make_batch(shapes)
+    config = BatchSettings(use_dynamic_batch_size=True, max_tokens_per_gpu=cap, balance_data=balance)
+    plan = plan_micro_batches(batch, config, split, tokens_per_gpu=cap)
+    assert len(plan) == split.dp_size
+    assert len({len(rank) for rank in plan}) == 1
+    assert sorted(i for rank in plan for row in rank for i in row) == list(range(len(batch)))
+    for indices in (row for rank in plan for row in rank):
+        parts = [
+            build_micro_batch(batch, indices, Split(**{**vars(split), "cp_rank": r})) for r in range(split.cp_size)
+        ]
+        for part in parts:
+            assert len(part.tokens) <= cap  # padding included, on every GPU
+            assert len(part.tokens) == len(parts[0].tokens)
+            assert len(part.tokens) % split.sequence_size == 0
+        assert (np.diff(parts[0].cu_seqlens) % split.document_multiple == 0).all()
+        assert parts[0].cu_seqlens[-1] == sum(len(p.tokens) for p in parts)
+
+
+@pytest.mark.parametrize("balance", [False, True])
+@pytest.mark.parametrize(("n", "size", "dp"), [(8, 1, 2), (7, 3, 2), (1, 2, 4), (16, 4, 1)])
+def test_static_micro_batches(n: int, size: int, dp: int, balance: bool) -> None:
+    batch = make_batch([(2, 1 + 5 * i) for i in range(n)])
+    config = BatchSettings(micro_batch_size=size, balance_data=balance)
+    plan = plan_micro_batches(batch, config, Split(dp_size=dp), tokens_per_gpu=None)
+    assert len({len(rank) for rank in plan}) == 1
+    assert sorted(i for rank in plan for row in rank for i in row) == list(range(n))
+    assert all(len(row) <= size for rank in plan for row in rank)
+    counts = [sum(len(row) for row in rank) for rank in plan]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_balancing_evens_out_steps_and_ranks() -> None:
+    # In order, the first step and the first rank would get the short ones.
+    batch = make_batch([(1, 1 + 10 * i) for i in range(16)])
+    config = BatchSettings(num_steps_per_rollout=2, balance_data=True)
+    steps = optimizer_steps(batch, config)
+    assert [len(s) for s in steps] == [8, 8]
+    tokens = [batch.total_lengths[s].sum() for s in steps]
+    assert max(tokens) - min(tokens) <= 20
+    plan = plan_micro_batches(batch, config, Split(dp_size=4), tokens_per_gpu=None)
+    loads = [sum(batch.total_lengths[i] for row in rank for i in row) for rank in plan]
+    assert max(loads) - min(loads) <= 20
+
+
+def test_values_lie_where_their_token_is_predicted() -> None:
+    batch = make_batch([(3, 2), (2, 4), (1, 1)])
+    values = [np.arange(r, dtype=np.float64) + 10 * i for i, r in enumerate([2, 4, 1])]
+    row = build_micro_batch(batch, [1, 0], Split(sequence_size=4), {"v": values})
+    np.testing.assert_array_equal(row.cu_seqlens, [0, 6, 12])  # 6 + 5, and 1 for the multiple of 4
+    np.testing.assert_array_equal(row.position_ids, [*range(6), *range(6)])
+    np.testing.assert_array_equal(row.tokens[:11], np.concatenate([batch.tokens[1], batch.tokens[0]]))
+    for at, slot in enumerate(row.slots):
+        if slot < 0:
+            assert row.columns["v"][at] == 0
+            continue
+        sample, j = (0, slot) if slot < 2 else (1, slot - 2)
+        response = batch.tokens[sample][-batch.response_lengths[sample] :]
+        assert row.labels[at] == response[j]
+        assert row.columns["v"][at] == values[sample][j]
+    assert sorted(row.slots[row.slots >= 0]) == [0, 1, 2, 3, 4, 5]
+    assert row.max_seqlen == 6
+    assert row.indices == (1, 0)
+
+
+def test_context_parallel_parts_make_up_the_row() -> None:
+    batch = make_batch([(3, 6), (5, 2)])
+    values = {"v": [np.arange(6.0), np.arange(2.0) + 6]}
+    whole = build_micro_batch(batch, [0, 1], Split(), values)
+    parts = [build_micro_batch(batch, [0, 1], Split(cp_size=2, cp_rank=r), values) for r in range(2)]
+    np.testing.assert_array_equal(parts[0].cu_seqlens, [0, 12, 20])
+    # Rank r holds chunks r and 3 - r of each document.
+    np.testing.assert_array_equal(parts[0].position_ids, [0, 1, 2, 9, 10, 11, 0, 1, 6, 7])
+    np.testing.assert_array_equal(parts[1].position_ids, [3, 4, 5, 6, 7, 8, 2, 3, 4, 5])
+    for name in ("labels", "tokens"):
+        found = {s: v for p in parts for s, v in zip(p.slots, getattr(p, name), strict=True) if s >= 0}
+        expected = {s: v for s, v in zip(whole.slots, getattr(whole, name), strict=True) if s >= 0}
+        assert found == expected
+    assert sorted(s for p in parts for s in p.slots if s >= 0) == list(range(8))
+
+
+def test_zigzag_is_the_split_that_attention_uses() -> None:
+    attention = pytest.importorskip("relax_train.attention")
+    cu = [0, 12, 20, 44]
+    for cp in (1, 2):
+        for rank in range(cp):
+            ours = zigzag_positions(np.array(cu), cp, rank)
+            np.testing.assert_array_equal(ours, attention.zigzag_positions(cu, cp, rank).numpy())
+
+
+def test_a_row_without_samples_trains_nothing() -> None:
+    split = Split(cp_size=2, cp_rank=1, sequence_size=2)
+    row = build_micro_batch(make_batch([(2, 2)]), [], split, {"v": [np.ones(2)]})
+    assert len(row.tokens) == 2
+    assert (row.slots == -1).all()
+    assert not row.columns["v"].any()
+
+
+def test_responses_come_back_in_order() -> None:
+    batch = make_batch([(3, 2), (2, 4), (1, 1)])
+    pieces = split_responses(np.arange(7), batch)
+    assert [p.tolist() for p in pieces] == [[0, 1], [2, 3, 4, 5], [6]]
+
+
+def test_a_sample_beyond_the_cap_is_named_with_the_arithmetic() -> None:
+    batch = make_batch([(3, 2), (5, 60)])
+    config = BatchSettings(use_dynamic_batch_size=True, max_tokens_per_gpu=32)
+    with pytest.raises(ValueError, match=r"row:1 has 65 tokens \(padded 68\).*--max-tokens-per-gpu 32 x --context-par"):
+        plan_micro_batches(batch, config, Split(cp_size=2), tokens_per_gpu=32)
+    with pytest.raises(ValueError, match="--max-tokens-per-gpu 1 is less than the 16 tokens"):
+        plan_micro_batches(batch, config, Split(cp_size=2, sequence_size=8), tokens_per_gpu=1)
+
+
+def test_a_sample_without_prompt_is_named() -> None:
+    with pytest.raises(ValueError, match="row:0 has an empty prompt"):
+        build_micro_batch(make_batch([(0, 3)]), [0], Split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "n", "expected"),
+    [
+        ({}, 6, [[0, 1, 2, 3, 4, 5]]),
+        ({"global_batch_size": 2}, 6, [[0, 1], [2, 3], [4, 5]]),
+        ({"num_steps_per_rollout": 2}, 6, [[0, 1, 2], [3, 4, 5]]),
+        ({"num_steps_per_rollout": 2, "global_batch_size": 3}, 6, [[0, 1, 2], [3, 4, 5]]),
+    ],
+)
+def test_steps_of_a_rollout(flags: dict[str, int], n: int, expected: list[list[int]]) -> None:
+    assert optimizer_steps(make_batch([(1, 1)] * n), BatchSettings(**flags)) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"global_batch_size": 4}, r"rollout of 6 samples .* is 1 x --global-batch-size 4 \+ 2"),
+        ({"num_steps_per_rollout": 4}, "6 samples .* --num-steps-per-rollout 4 equal steps: 2 samples are left over"),
+        ({"num_steps_per_rollout": 2, "global_batch_size": 2}, "2 x --global-batch-size 2 = 4 samples.*has 6"),
+    ],
+)
+def test_steps_that_do_not_divide_show_the_arithmetic(flags: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        optimizer_steps(make_batch([(1, 1)] * 6), BatchSettings(**flags))

@@ -1,0 +1,142 @@
+"""However samples are grouped into micro-batches and dealt to ranks, the gradient of a step is the same (float64)."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from relax_data.types import TrainBatch
+from relax_train.batching import Split, build_micro_batch
+from relax_train.logprobs import token_log_probs
+from relax_train.losses import metric_names, policy_loss, token_weights
+from relax_train.settings.algorithm import AlgorithmSettings
+
+N = 6
+VOCAB = 11
+
+
+@pytest.fixture(scope="module")
+def batch() -> TrainBatch:
+    """Samples of unlike lengths, one of them without a trained token."""
+    rng = np.random.default_rng(5)
+    responses = [3, 9, 1, 6, 4, 2]
+    masks = [(rng.random(r) > 0.3).astype(np.float32) for r in responses]
+    masks[2][:] = 1
+    masks[5][:] = 0
+    return TrainBatch(
+        rollout_id=0,
+        tokens=[rng.integers(0, VOCAB, 2 + r) for r in responses],
+        response_lengths=np.array(responses),
+        loss_masks=masks,
+        rollout_log_probs=[-rng.random(r).astype(np.float32) * 3 for r in responses],
+        rewards=rng.random(N).astype(np.float32),
+        group_ids=np.zeros(N, np.int64),
+        oldest_versions=np.zeros(N, np.int64),
+        names=[f"row:{i}" for i in range(N)],
+    )
+
+
+def partitions(items: list[int], blocks: int) -> Iterator[list[list[int]]]:
+    """All ways to put ``items`` into ``blocks`` non-empty sets."""
+    if blocks == 0:
+        if not items:
+            yield []
+        return
+    if len(items) < blocks:
+        return
+    first, rest = items[0], items[1:]
+    for smaller in partitions(rest, blocks - 1):
+        yield [[first], *smaller]
+    for same in partitions(rest, blocks):
+        for i in range(blocks):
+            yield [*same[:i], [first, *same[i]], *same[i + 1 :]]
+
+
+class TinyModel(torch.nn.Module):
+    """Causal, mixes a document's tokens by a running mean, and is float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        self.embedding = torch.nn.Parameter(torch.randn(VOCAB, 8, generator=g, dtype=torch.float64))
+        self.output = torch.nn.Parameter(torch.randn(8, VOCAB, generator=g, dtype=torch.float64))
+
+    def forward(self, tokens: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding[tokens].tanh()
+        parts = hidden.split(cu_seqlens.diff().tolist())
+        means = [p.cumsum(0) / torch.arange(1, len(p) + 1, dtype=p.dtype)[:, None] for p in parts]
+        return torch.cat(means) @ self.output
+
+
+def step(
+    model: TinyModel, batch: TrainBatch, groups: list[list[int]], settings: AlgorithmSettings
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Gradient (flat) and metric sums of one optimizer step; ranks add up their gradients as micro-batches do."""
+    rng = np.random.default_rng(9)
+    columns: dict[str, list[np.ndarray]] = {
+        "weights": list(token_weights(batch.loss_masks, per_token=settings.calculate_per_token_loss)),
+        "mask": batch.loss_masks,
+        "advantages": [np.full(r, a) for r, a in zip(batch.response_lengths, rng.normal(size=N), strict=True)],
+        "rollout_log_probs": batch.rollout_log_probs,
+        "old_log_probs": [-rng.random(r) * 3 for r in batch.response_lengths],
+        "ref_log_probs": [-rng.random(r) * 3 for r in batch.response_lengths],
+    }
+    model.zero_grad()
+    totals: dict[str, float] = {}
+    for group in groups:
+        row = build_micro_batch(batch, group, Split(), columns).to(torch.device("cpu"), torch.float64)
+        logits = model(row["tokens"][0], row["cu_seqlens"])
+        log_probs, entropy = token_log_probs(logits, row["labels"], entropy_grad=True, overwrite_logits=True)
+        loss, sums = policy_loss(log_probs, entropy, settings=settings, **{name: row[name] for name in columns})
+        loss.backward()
+        for name, value in sums.items():
+            combine = max if name.endswith("_max") else float.__add__
+            totals[name] = combine(totals.get(name, 0.0), value.item())
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), totals
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_every_partition_into_micro_batches_and_ranks(batch: TrainBatch, per_token: bool) -> None:
+    settings = AlgorithmSettings(
+        calculate_per_token_loss=per_token, use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01, use_tis=True
+    )
+    model = TinyModel()
+    whole, totals = step(model, batch, [list(range(N))], settings)
+    assert whole.abs().max() > 1e-3
+    assert {*metric_names(settings), "tokens"} == set(totals)
+    count = 0
+    # A partition into 2m sets is one into m micro-batches on each of two ranks: ranks are summed like micro-batches.
+    for blocks in (2, 3, 4, 5):
+        for groups in partitions(list(range(N)), blocks):
+            grad, sums = step(model, batch, groups, settings)
+            assert (grad - whole).abs().max() < 1e-9, groups
+            for name, value in sums.items():
+                assert value == pytest.approx(totals[name], abs=1e-9), (name, groups)
+            count += 1
+    assert count == 31 + 90 + 65 + 15
+
+
+def test_the_mean_over_samples_is_written_out(batch: TrainBatch) -> None:
+    """Against the formula, sample by sample: a mean of means over the samples that train something."""
+    model = TinyModel()
+    got, _ = step(model, batch, [[0, 3], [1, 2, 4, 5]], AlgorithmSettings(eps_clip=0.9, eps_clip_high=1e6))
+    rng = np.random.default_rng(9)
+    advantages = rng.normal(size=N)
+    olds = [-rng.random(r) * 3 for r in batch.response_lengths]
+    model.zero_grad()
+    means = []
+    for i in range(N):
+        mask = torch.from_numpy(batch.loss_masks[i]).double()
+        if mask.sum() == 0:
+            continue
+        tokens = torch.from_numpy(batch.tokens[i])
+        log_p = model(tokens, torch.tensor([0, len(tokens)])).log_softmax(-1)
+        r = int(batch.response_lengths[i])
+        lp = log_p[-r - 1 : -1].gather(1, tokens[-r:, None]).squeeze(1)
+        ratio = (lp - torch.from_numpy(olds[i])).exp()
+        a = advantages[i]
+        token_loss = -torch.minimum(ratio * a, ratio.clamp(0.1, 1e6) * a)
+        means.append((token_loss * mask).sum() / mask.sum())
+    torch.stack(means).mean().backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)

@@ -256,7 +256,7 @@ def _rows(actions: Iterable[argparse.Action]) -> dict[str, dict[str, Any]]:
 
 
 def generate() -> str:
-    """The table of the installed SGLang as JSON text. Imports SGLang: many seconds, and on CPU needs its environment."""
+    """The table of the installed SGLang as JSON text. Imports SGLang; on CPU it needs ``cpu.environment``."""
     import sglang
     from sglang.srt.server_args import ServerArgs
 

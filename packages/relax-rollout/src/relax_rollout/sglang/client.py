@@ -5,36 +5,22 @@ It needs the server's address only, so it works in any process that reaches it.
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
-
 from relax_data.types import WeightVersion
-from relax_rollout.engine import GenerateRequest, GenerateResult, MemoryTag, PauseMode, SamplingParams
-from relax_rollout.sglang.responses import ResponseBuilder
+
+from relax_rollout.engine import GenerateRequest, GenerateResult, MemoryTag, PauseMode
+from relax_rollout.sglang.flights import Flight, Flights
+from relax_rollout.sglang.messages import ResponseBuilder, generate_body, read_answer
 from relax_rollout.sglang.transport import Transport
 from relax_rollout.sglang.versions import Weights, WeightsIncomplete
 
-_ABORT_AGAIN_S = 0.5
-_PROBE_EVERY_S = 5.0
 _PUSH_POLL_S = 0.1
-_MODALITIES = {"image": "image_data", "video": "video_data", "audio": "audio_data"}
-
-
-@dataclasses.dataclass(eq=False)
-class _Flight:
-    """One request that is at the server."""
-
-    server_rid: str
-    task: asyncio.Task[GenerateResult] | None = None
-    aborted: bool = False
-    failure: Exception | None = None
 
 
 class SGLangEngine:
@@ -71,10 +57,10 @@ class SGLangEngine:
         self._transport = Transport(url, name=name, log_path=log_path, alive=alive)
         self._track = track_versions_in_flight
         self._generate_timeout_s, self._control_timeout_s = generate_timeout_s, control_timeout_s
-        self._update_timeout_s, self._silence_deadline_s = update_timeout_s, silence_deadline_s
-        self._flights: dict[str, _Flight] = {}
+        self._update_timeout_s = update_timeout_s
+        self._flights = Flights(self._transport, silence_deadline_s=silence_deadline_s)
         self._version: WeightVersion | None = None
-        self._watcher: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[WeightVersion] | None = None
         self._released: set[MemoryTag] = set()
         self._begin_end: bool | None = None
         self._tp_size: int | None = None
@@ -91,9 +77,7 @@ class SGLangEngine:
 
     async def close(self) -> None:
         """Closes its connections; the server goes on."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            self._watcher = None
+        self._flights.close()
         await self._transport.close()
 
     # ------------------------------------------------------------------ generation
@@ -110,37 +94,33 @@ class SGLangEngine:
         """
         if request.sampling.max_new_tokens < 1:
             raise ValueError(f"request {request.rid}: max_new_tokens is {request.sampling.max_new_tokens}, need 1")
-        if request.rid in self._flights:
-            raise ValueError(f"request id {request.rid} is in use at {self._name}")
         if self._released:
             raise WeightsIncomplete(f"{self._name} does not generate: {sorted(self._released)} memory is released")
-        # SGLang aborts by prefix of the id: a random part of fixed length in front keeps "s1" from ending "s10".
-        flight = _Flight(f"{uuid.uuid4().hex[:16]}-{request.rid}")
-        first = not self._flights
-        self._flights[request.rid] = flight
-        try:
-            flight.task = asyncio.ensure_future(self._fly(request, flight, first))
-            self._watch()
-            async with asyncio.timeout(self._generate_timeout_s):
-                return await flight.task
-        except asyncio.CancelledError:
-            if flight.failure is not None:
-                raise flight.failure from None
-            raise
-        except TimeoutError:
-            if (died := await self._transport.verdict()) is not None:
-                raise died from None
-            raise TimeoutError(
-                f"{self._name}: request {request.rid} was not finished after {self._generate_timeout_s:.0f} s"
-            ) from None
-        finally:
-            del self._flights[request.rid]
+        if not self._flights:
+            self._version = None
+        with self._flights.entered(request.rid) as flight:
+            flight.task = asyncio.ensure_future(self._fly(request, flight))
+            try:
+                async with asyncio.timeout(self._generate_timeout_s):
+                    return await flight.task
+            except asyncio.CancelledError:
+                if flight.failure is not None:
+                    raise flight.failure from None
+                self._flights.abandon(flight)
+                raise
+            except TimeoutError as error:
+                if not flight.task.cancelled():
+                    raise
+                self._flights.abandon(flight)
+                raise TimeoutError(
+                    f"{self._name}: request {request.rid} was not finished after {self._generate_timeout_s:.0f} s"
+                ) from error
 
-    async def _fly(self, request: GenerateRequest, flight: _Flight, first: bool) -> GenerateResult:
-        version = await self._version_at_start(first)
+    async def _fly(self, request: GenerateRequest, flight: Flight) -> GenerateResult:
+        version = await self._version_at_start()
         if flight.aborted:
             return GenerateResult(tokens=[], log_probs=[], versions=[], finish_reason="abort")
-        body = _generate_body(request, flight.server_rid, stream=self._track)
+        body = generate_body(request, flight.server_rid, stream=self._track)
         builder = ResponseBuilder(self._name, version)
         if self._track:
             await self._collect_stream(body, builder)
@@ -148,7 +128,7 @@ class SGLangEngine:
             response = await self._transport.call(
                 "POST", "/generate", body=body, timeout_s=self._generate_timeout_s, retry=False
             )
-            builder.add(_answer(response.status_code, response.content, self._name))
+            builder.add(read_answer(response.status_code, response.content, self._name))
         result = builder.result()
         now = builder.last_weights
         if not self._track and result.tokens and now.state == "whole" and now.version != version:
@@ -159,94 +139,55 @@ class SGLangEngine:
             )
         return result
 
-    async def _version_at_start(self, first: bool) -> WeightVersion:
-        """The version that is served now: asked of the server whenever nothing else was running."""
-        if first or self._version is None or self._track:
-            begin = time.monotonic()
-            while True:
-                weights = await self.weights()
-                if weights.state != "pushing":
-                    break
-                # The server is paused meanwhile; a pusher that was killed never ends the pause.
-                if time.monotonic() - begin > self._update_timeout_s:
-                    weights.require_whole(self._name)
-                await asyncio.sleep(_PUSH_POLL_S)
-            self._version = weights.require_whole(self._name)
+    async def _version_at_start(self) -> WeightVersion:
+        """The version that is served now. It cannot change while requests run, unless it is tracked."""
+        if self._track:
+            return await self._ask_version()
+        if self._version is None:
+            # Hundreds of requests start together: one of them asks.
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.ensure_future(self._ask_version())
+            self._version = await asyncio.shield(self._asking)
         return self._version
+
+    async def _ask_version(self) -> WeightVersion:
+        begin = time.monotonic()
+        while True:
+            weights = await self.weights()
+            # The server is paused meanwhile; a pusher that was killed never ends the pause.
+            if weights.state != "pushing" or time.monotonic() - begin > self._update_timeout_s:
+                return weights.require_whole(self._name)
+            await asyncio.sleep(_PUSH_POLL_S)
 
     async def _collect_stream(self, body: dict[str, Any], builder: ResponseBuilder) -> None:
         async with self._transport.stream("/generate", body, timeout_s=self._generate_timeout_s) as response:
             if response.status_code != 200:
-                _answer(response.status_code, await response.aread(), self._name)
+                read_answer(response.status_code, await response.aread(), self._name)
             async for line in response.aiter_lines():
                 data = line.removeprefix("data: ").strip()
                 if not data or data == "[DONE]":
                     continue
                 chunk = json.loads(data)
                 if "error" in chunk:
-                    _answer(int(chunk["error"].get("code", 400)), data.encode(), self._name)
+                    read_answer(int(chunk["error"].get("code", 400)), data.encode(), self._name)
                 builder.add(chunk)
-
-    def _watch(self) -> None:
-        """Keeps one task that looks after the requests at the server, as long as there are any."""
-        loop = asyncio.get_running_loop()
-        if self._watcher is None or self._watcher.done() or self._watcher.get_loop() is not loop:
-            self._watcher = loop.create_task(self._look_after_flights())
-
-    async def _look_after_flights(self) -> None:
-        last_answer = last_probe = time.monotonic()
-        while self._flights:
-            await asyncio.sleep(_ABORT_AGAIN_S)
-            # An abort that overtakes its request is lost at the server, so it is repeated until the request ends.
-            for flight in [f for f in self._flights.values() if f.aborted]:
-                with contextlib.suppress(Exception):
-                    await self._post("/abort_request", {"rid": flight.server_rid})
-            if time.monotonic() - last_probe < _PROBE_EVERY_S:
-                continue
-            last_probe = time.monotonic()
-            failure: Exception | None = None
-            try:
-                info = await self._transport.probe()
-            except httpx.ConnectError:
-                info, failure = None, await self._transport.verdict()
-            if info is not None:
-                last_answer = time.monotonic()
-                weights = Weights.parse(info["weight_version"])
-                if weights.state == "broken":
-                    failure = _incomplete(weights, self._name)
-            elif failure is None and time.monotonic() - last_answer > self._silence_deadline_s:
-                failure = TimeoutError(f"{self._name} has answered nothing for {self._silence_deadline_s:.0f} s")
-            if failure is not None:
-                self._fail_flights(failure)
-
-    def _fail_flights(self, failure: Exception) -> None:
-        for flight in self._flights.values():
-            if flight.task is not None and not flight.task.done():
-                flight.failure = failure
-                flight.task.cancel()
 
     async def abort(self, rid: str | None = None) -> None:
         """Ends one request of this client, or every request at the server when ``rid`` is None."""
-        if rid is None:
-            for flight in self._flights.values():
-                flight.aborted = True
-            await self._post("/abort_request", {"abort_all": True})
-        elif (found := self._flights.get(rid)) is not None:
-            found.aborted = True
-            await self._post("/abort_request", {"rid": found.server_rid})
+        await self._flights.abort(rid)
 
     # ------------------------------------------------------------------ control
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Stops generation until :meth:`resume`; requests that come meanwhile wait.
 
-        ``abort`` ends what is running (with partial results), ``in_place`` keeps it with its KV cache, ``retract`` keeps
-        it and computes its KV cache anew.
+        ``abort`` ends what is running (with partial results), ``in_place`` keeps it with its KV cache, ``retract``
+        keeps it and computes its KV cache anew.
         """
         if mode == "abort" and self._flights:
             # SGLang's own pause looks only once a second whether all have ended.
             await self.abort()
-            await self._until(lambda: not self._flights, 2.0)
+            await self._flights.landed(2.0)
         await self._post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -421,65 +362,3 @@ class SGLangEngine:
     def _check(self, path: str, response: httpx.Response) -> None:
         if response.status_code != 200:
             raise RuntimeError(f"{self._name}: {path} failed ({response.status_code}): {response.text[:1000]}")
-
-    async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Waits until the condition holds, or the time is over."""
-        deadline = time.monotonic() + seconds
-        while not condition() and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-
-
-def _incomplete(weights: Weights, engine: str) -> WeightsIncomplete:
-    try:
-        weights.require_whole(engine)
-    except WeightsIncomplete as error:
-        return error
-    raise AssertionError("only called for weights that are not whole")
-
-
-def _generate_body(request: GenerateRequest, rid: str, *, stream: bool) -> dict[str, Any]:
-    """The JSON of one request."""
-    unknown = set(request.multimodal) - set(_MODALITIES)
-    if unknown:
-        raise ValueError(f"request {request.rid}: unknown inputs {sorted(unknown)}; known: {sorted(_MODALITIES)}")
-    return {
-        "rid": rid,
-        "input_ids": list(request.input_ids),
-        "sampling_params": _sampling(request.sampling),
-        "return_logprob": True,
-        "stream": stream,
-        **{_MODALITIES[k]: v for k, v in request.multimodal.items()},
-    }
-
-
-def _sampling(params: SamplingParams) -> dict[str, Any]:
-    sampling: dict[str, Any] = {
-        "max_new_tokens": params.max_new_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "ignore_eos": params.ignore_eos,
-    }
-    if params.stop:
-        sampling["stop"] = list(params.stop)
-    if params.stop_token_ids:
-        sampling["stop_token_ids"] = list(params.stop_token_ids)
-    return sampling
-
-
-def _answer(status: int, content: bytes, engine: str) -> Mapping[str, Any]:
-    """The JSON of a successful answer.
-
-    Raises:
-        ValueError: the server refuses the request as invalid.
-        RuntimeError: any other failure.
-    """
-    if status == 200:
-        return json.loads(content)
-    try:
-        error = json.loads(content).get("error", {})
-        message = error.get("message") if isinstance(error, dict) else str(error)
-    except (ValueError, AttributeError):
-        message = None
-    text = f"{engine} refused a request ({status}): {message or content.decode(errors='replace')[:500]}"
-    raise ValueError(text) if status in (400, 422) else RuntimeError(text)

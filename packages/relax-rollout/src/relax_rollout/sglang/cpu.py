@@ -32,7 +32,8 @@ OPTIONS: Mapping[str, Any] = MappingProxyType(
 def environment(base: Mapping[str, str]) -> dict[str, str]:
     """``base`` with what the server process needs on CPU.
 
-    One OpenMP thread unless ``OMP_NUM_THREADS`` says otherwise: with small models more threads cost more than they give.
+    One OpenMP thread unless ``OMP_NUM_THREADS`` says otherwise: for small models more threads cost more than they
+    give.
     """
     path = [str(STAND_IN), *([base["PYTHONPATH"]] if base.get("PYTHONPATH") else [])]
     return {

@@ -1,14 +1,15 @@
 """Runs a command and ends its whole process tree when the owner is gone. Standard library only; Linux.
 
-Started by :class:`relax_rollout.sglang.server.SGLangServer` as a script. It is the subreaper of everything below it, so a
-process whose parent died stays its descendant and cannot be lost. It ends the tree when its standard input closes
-(the owner died, even by ``kill -9``, or called stop), when its parent changes, or when it is told to by a signal; and when
-the command itself ends, it ends what the command left behind.
+Started by :class:`relax_rollout.sglang.server.SGLangServer` as a script. It is the subreaper of everything below it,
+so a process whose parent died stays its descendant and cannot be lost. It ends the tree when its standard input closes
+(the owner died, even by ``kill -9``, or called stop), when its parent changes, or when it is told to by a signal; and
+when the command itself ends, it ends what the command left behind.
 
 It writes ``pid <n>`` to its standard output once the command runs, and exits with the command's exit code
 (128 + signal number for a signal).
 """
 
+import contextlib
 import ctypes
 import os
 import select
@@ -179,13 +180,13 @@ class Guardian:
 
 def main(command: list[str]) -> int:
     guardian = Guardian(command)
-    try:
+    with contextlib.suppress(BrokenPipeError):
         print(f"pid {guardian.child.pid}", flush=True)
-    except BrokenPipeError:
-        pass
     guardian.watch()
     if guardian.code is None:
         print(f"[relax] ending the server: {guardian.reason}", file=sys.stderr, flush=True)
+    else:
+        print(f"[relax] the server ended with exit code {guardian.code}", file=sys.stderr, flush=True)
     guardian.end_tree()
     return guardian.code if guardian.code is not None else 0
 

@@ -105,7 +105,12 @@ class SGLangServer:
             # Chunks of a stream then hold new tokens only, so that a long response costs linear time.
             "incremental-streaming-output": True,
         }
-        general = {"skip-server-warmup": True, "context-length": context_length}
+        general = {
+            "skip-server-warmup": True,
+            "context-length": context_length,
+            # A line a request would bury what matters.
+            "log-level-http": "warning",
+        }
         self._options = arguments.merge(defaults, general, extra or {}, settings.sglang_extra, owned)
 
     # ------------------------------------------------------------------ what it is
@@ -237,9 +242,7 @@ class SGLangServer:
                         http.post(self.url + "/freeze_gc")
                         return
                 if waited > deadline_s:
-                    raise TimeoutError(
-                        f"{self.name} was not healthy after {waited:.0f} s. {last_words(self.log_path)}"
-                    )
+                    raise TimeoutError(f"{self.name} was not healthy after {waited:.0f} s. {last_words(self.log_path)}")
                 if progress is not None and time.monotonic() - told >= every_s:
                     told = time.monotonic()
                     line = (last_lines(self.log_path, 1) or ["no output yet"])[0]

@@ -22,7 +22,7 @@ class SGLangSettings:
     sglang_extra: dict[str, Any] = dataclasses.field(
         default_factory=dict,
         metadata={
-            "help": "Every other argument of SGLang's server by its own name; on the command line --sglang-<name> VALUE.",
+            "help": "Every other argument of SGLang's server by its own name; as a flag --sglang-<name> VALUE.",
             "metavar": None,
         },
     )
@@ -31,9 +31,7 @@ class SGLangSettings:
         """Validation messages; each names the flag and the fix."""
         found = []
         if self.rollout_num_gpus_per_engine < 1:
-            found.append(
-                f"--rollout-num-gpus-per-engine is {self.rollout_num_gpus_per_engine}; it must be at least 1"
-            )
+            found.append(f"--rollout-num-gpus-per-engine is {self.rollout_num_gpus_per_engine}; it must be at least 1")
         if self.sglang_server_concurrency < 1:
             found.append(f"--sglang-server-concurrency is {self.sglang_server_concurrency}; it must be at least 1")
         if not 0 < self.sglang_mem_fraction_static < 1:

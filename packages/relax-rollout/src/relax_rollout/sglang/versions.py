@@ -1,8 +1,8 @@
 """What an engine says about its weights: a version, or why they are not whole.
 
 SGLang keeps one text beside the weights and returns it with every response. While a push runs, and after one that
-failed, that text is a marker instead of a number. So every client in every process sees that the engine holds a mixture,
-also when the process that pushed is gone.
+failed, that text is a marker instead of a number. So every client in every process sees that the engine holds a
+mixture, also when the process that pushed is gone.
 """
 
 import dataclasses
@@ -53,11 +53,17 @@ class Weights:
         Raises:
             WeightsIncomplete: says why not, and what to do.
         """
+        if (error := self.problem(engine)) is not None:
+            raise error
+        return self.version
+
+    def problem(self, engine: str) -> WeightsIncomplete | None:
+        """Why the engine does not generate, or None when its weights are whole."""
         if self.state == "whole":
-            return self.version
+            return None
         why = {
             "pushing": f"the push of version {self.version} has not finished",
             "broken": f"the push of version {self.version} failed midway, its weights are a mixture of two versions",
             "released": f"its weights (version {self.version}) were released from memory",
         }[self.state]
-        raise WeightsIncomplete(f"{engine} does not generate: {why}. Push a whole set of weights to it.")
+        return WeightsIncomplete(f"{engine} does not generate: {why}. Push a whole set of weights to it.")

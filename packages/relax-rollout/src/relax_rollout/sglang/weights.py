@@ -1,8 +1,8 @@
 """A new version of the weights, from the trainer's ranks to engines, bucket by bucket.
 
 A bucket is a list of (Hugging Face name, whole tensor). It is copied into one flat tensor and sent in SGLang's
-``flattened_bucket`` format: on CPU by value inside the request, so that no file or socket has to be shared; on CUDA as an
-IPC handle, so that only a few bytes travel and the engine copies from the trainer's memory.
+``flattened_bucket`` format: on CPU by value inside the request, so that no file or socket has to be shared; on CUDA as
+an IPC handle, so that only a few bytes travel and the engine copies from the trainer's memory.
 
 At most two buckets exist at a time: the trainer's and its flat copy.
 """
@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-
 from relax_data.types import WeightVersion
+
 from relax_rollout.engine import PauseMode
 from relax_rollout.sglang.client import SGLangEngine
 
@@ -124,7 +124,7 @@ class Ranks(Protocol):
         ...
 
     def gather(self, serialized: str) -> list[str] | None:
-        """The strings of all ranks of this rank's engine in tensor-parallel order, on the rank that posts; else None."""
+        """On the rank that posts the strings of all ranks of its engine, in tensor-parallel order; else None."""
         ...
 
     def agree(self, error: str | None) -> str | None:
@@ -262,9 +262,7 @@ async def _begin(
         await stack.enter_async_context(engine.pushing(version, mode))
 
 
-async def _push_next(
-    engines: list[SGLangEngine], buckets: Iterator[Bucket], ranks: Ranks
-) -> tuple[int, int] | None:
+async def _push_next(engines: list[SGLangEngine], buckets: Iterator[Bucket], ranks: Ranks) -> tuple[int, int] | None:
     """Sends the next bucket: (tensors, bytes), or None when there is none.
 
     The bucket, its flat copy and the strings are local here, so they are gone when the next one is made.

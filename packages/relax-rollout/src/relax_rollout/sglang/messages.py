@@ -1,11 +1,15 @@
-"""From SGLang's answers to :class:`relax_rollout.engine.GenerateResult`."""
+"""The JSON of ``/generate``: requests to it, and its answers as :class:`relax_rollout.engine.GenerateResult`."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from relax_data.types import WeightVersion
-from relax_rollout.engine import GenerateResult
+
+from relax_rollout.engine import GenerateRequest, GenerateResult, SamplingParams
 from relax_rollout.sglang.versions import Weights
+
+_MODALITIES = {"image": "image_data", "video": "video_data", "audio": "audio_data"}
 
 
 class ResponseBuilder:
@@ -88,3 +92,51 @@ class ResponseBuilder:
             finish_reason=kind,
             cached_tokens=self._cached,
         )
+
+
+def generate_body(request: GenerateRequest, rid: str, *, stream: bool) -> dict[str, Any]:
+    """The JSON of one request."""
+    unknown = set(request.multimodal) - set(_MODALITIES)
+    if unknown:
+        raise ValueError(f"request {request.rid}: unknown inputs {sorted(unknown)}; known: {sorted(_MODALITIES)}")
+    return {
+        "rid": rid,
+        "input_ids": list(request.input_ids),
+        "sampling_params": _sampling(request.sampling),
+        "return_logprob": True,
+        "stream": stream,
+        **{_MODALITIES[k]: v for k, v in request.multimodal.items()},
+    }
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    sampling: dict[str, Any] = {
+        "max_new_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "ignore_eos": params.ignore_eos,
+    }
+    if params.stop:
+        sampling["stop"] = list(params.stop)
+    if params.stop_token_ids:
+        sampling["stop_token_ids"] = list(params.stop_token_ids)
+    return sampling
+
+
+def read_answer(status: int, content: bytes, engine: str) -> Mapping[str, Any]:
+    """The JSON of a successful answer.
+
+    Raises:
+        ValueError: the server refuses the request as invalid.
+        RuntimeError: any other failure.
+    """
+    if status == 200:
+        return json.loads(content)
+    try:
+        error = json.loads(content).get("error", {})
+        message = error.get("message") if isinstance(error, dict) else str(error)
+    except (ValueError, AttributeError):
+        message = None
+    text = f"{engine} refused a request ({status}): {message or content.decode(errors='replace')[:500]}"
+    raise ValueError(text) if status in (400, 422) else RuntimeError(text)

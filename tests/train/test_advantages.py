@@ -44,8 +44,11 @@ def test_equal_rewards_train_nothing_also_when_their_mean_is_not_exact() -> None
     assert (group_normalized(np.full(7, np.float32(0.1)), np.zeros(7)) == 0).all()
 
 
-def test_a_group_of_one_keeps_its_reward() -> None:
-    np.testing.assert_array_equal(group_normalized([0.5, 2.0, 4.0], [0, 1, 1])[:1], [0.5])
+@pytest.mark.parametrize("divide", [False, True])
+def test_a_group_of_one_has_nothing_to_compare_with(divide: bool) -> None:
+    got = group_normalized([0.5, 2.0, 4.0], [0, 1, 1], divide_by_std=divide)
+    assert got[0] == 0
+    assert got[1] == -got[2] != 0
 
 
 def test_whitening_weights_samples_by_their_trained_tokens() -> None:

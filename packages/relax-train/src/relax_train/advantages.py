@@ -17,8 +17,8 @@ def group_normalized(rewards: ArrayLike, group_ids: ArrayLike, *, divide_by_std:
     responses to one prompt. Without the division: Dr. GRPO (arXiv:2503.20783) section 3.2. The standard deviation is
     the unbiased one (n - 1), plus :data:`STD_FLOOR`.
 
-    A group of one sample has no baseline: its advantage is its reward (REINFORCE), since 0 would train nothing without
-    a word. A group of equal rewards has advantage 0 exactly.
+    A group of one sample has nothing to be compared with: its advantage is 0, as is, exactly, that of every sample of a
+    group of equal rewards.
 
     Args:
         rewards: ``[n]``.
@@ -34,9 +34,7 @@ def group_normalized(rewards: ArrayLike, group_ids: ArrayLike, *, divide_by_std:
     for group in np.unique(ids):
         members = np.flatnonzero(ids == group)
         r = values[members]
-        if len(r) == 1:
-            result[members] = r
-        elif r.max() == r.min():
+        if r.max() == r.min():
             result[members] = 0.0
         else:
             centred = r - r.mean()

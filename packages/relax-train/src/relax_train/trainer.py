@@ -18,6 +18,7 @@ from relax_data.types import TrainBatch
 
 from relax_train.advantages import compute_advantages
 from relax_train.batching import optimizer_steps
+from relax_train.export import weight_buckets
 from relax_train.hf_weights import load_hf_weights
 from relax_train.layout import Layout, setup_layout, teardown_layout
 from relax_train.losses import token_weights
@@ -106,6 +107,16 @@ class Trainer:
     def parameter_count(self) -> int:
         """Parameters of the whole model, over all ranks. Collective."""
         return count_parameters(self.model)
+
+    # ------------------------------------------------------------------ weights out
+
+    def weight_buckets(self, max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """The weights under their Hugging Face names, full tensors on every rank: see :mod:`relax_train.export`.
+
+        Args:
+            max_bytes: size of a bucket (``--update-weight-buffer-size``); a larger tensor comes alone.
+        """
+        return weight_buckets(self.model, max_bytes)
 
     # ------------------------------------------------------------------ training
 

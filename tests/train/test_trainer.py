@@ -1,0 +1,236 @@
+"""The trainer, on one rank and on several, against GRPO written out with transformers and plain torch."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from relax_data.types import TrainBatch
+from relax_train import settings as s
+
+TEMPERATURE = 0.7
+ADAM = {"lr": 2e-3, "adam_beta2": 0.95, "adam_eps": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
+PLAIN: dict[str, Any] = {"algorithm": {}, "batch": {}}
+EVERYTHING: dict[str, Any] = {
+    "algorithm": {
+        "eps_clip": 0.02,
+        "eps_clip_high": 0.05,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.2,
+        "kl_loss_type": "k3",
+        "kl_coef": 0.05,
+        "entropy_coef": 0.01,
+        "use_tis": True,
+        "tis_clip": 1.1,
+        "calculate_per_token_loss": True,
+        "normalize_advantages": True,
+    },
+    "batch": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 48, "num_steps_per_rollout": 2},
+}
+RunRanks = Callable[..., list[Any]]
+
+
+def make_batch(rollout_id: int, vocab: int = 96, n: int = 8) -> TrainBatch:
+    rng = np.random.default_rng(rollout_id)
+    prompts, responses = rng.integers(2, 9, n), rng.integers(1, 15, n)
+    masks = [(rng.random(r) > 0.2).astype(np.float32) for r in responses]
+    for m in masks[:-1]:
+        m[0] = 1
+    masks[-1][:] = 0  # a sample that trains nothing
+    return TrainBatch(
+        rollout_id=rollout_id,
+        tokens=[rng.integers(0, vocab, p + r) for p, r in zip(prompts, responses, strict=True)],
+        response_lengths=responses,
+        loss_masks=masks,
+        rollout_log_probs=[(-rng.random(r) * 0.2 - 3.3).astype(np.float32) for r in responses],
+        rewards=rng.random(n).astype(np.float32),
+        group_ids=np.arange(n) // 4,
+        oldest_versions=np.full(n, rollout_id - 1),
+        names=[f"row:{i}" for i in range(n)],
+    )
+
+
+def make_settings(folder: str, ref: str | None, flags: dict[str, Any], **parallel: Any) -> s.TrainSettings:
+    return s.TrainSettings(
+        model=s.ModelSettings(hf_checkpoint=folder, ref_load=ref, bf16=False),
+        parallel=s.ParallelSettings(**parallel),
+        algorithm=s.AlgorithmSettings(**flags["algorithm"]),
+        optimizer=s.OptimizerSettings(**ADAM),
+        batch=s.BatchSettings(**flags["batch"]),
+    )
+
+
+@dataclasses.dataclass
+class Trace:
+    """What two rollouts made of the weights."""
+
+    log_probs: list[np.ndarray]
+    metrics: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+
+
+def run_trainer(settings: s.TrainSettings) -> Trace:
+    """Two rollouts on this rank."""
+    from relax_train.trainer import Trainer
+
+    trainer = Trainer(settings, temperature=TEMPERATURE)
+    trainer.setup()
+    try:
+        log_probs = trainer.log_probs(make_batch(0))
+        metrics = [trainer.train(make_batch(i), version=i) for i in range(2)]
+        weights = {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket}
+    finally:
+        trainer.close()
+    return Trace(log_probs, metrics, weights)
+
+
+class Oracle:
+    """GRPO without batching, packing or parallelism: one sample after the other, transformers' model."""
+
+    def __init__(self, settings: s.TrainSettings) -> None:
+        from transformers import Qwen3ForCausalLM
+
+        self.settings = settings
+        self.model = Qwen3ForCausalLM.from_pretrained(settings.model.hf_checkpoint)
+        self.ref = Qwen3ForCausalLM.from_pretrained(settings.model.ref_load or settings.model.hf_checkpoint)
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+            lr=ADAM["lr"],
+            betas=(0.9, ADAM["adam_beta2"]),
+            eps=ADAM["adam_eps"],
+        )
+
+    def sample(self, batch: TrainBatch, i: int, model: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of the response tokens."""
+        tokens, r = torch.from_numpy(batch.tokens[i]), int(batch.response_lengths[i])
+        logits = (model or self.model)(input_ids=tokens[None]).logits[0, -r - 1 : -1] / TEMPERATURE
+        log_p = logits.log_softmax(-1)
+        return log_p.gather(1, tokens[-r:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+    def advantages(self, batch: TrainBatch, kl: list[float]) -> list[float]:
+        a = self.settings.algorithm
+        rewards = torch.tensor(batch.rewards, dtype=torch.float64) - a.kl_coef * torch.tensor(kl)
+        groups = rewards.view(-1, 4)
+        result = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+        if a.normalize_advantages:
+            tokens = torch.cat([x.expand(int(m.sum())) for x, m in zip(result, batch.loss_masks, strict=True)])
+            result = (result - tokens.mean()) / (tokens.std(unbiased=False) + 1e-6)
+        return result.tolist()
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        n, a = len(batch), self.settings.algorithm
+        masks = [torch.from_numpy(m) for m in batch.loss_masks]
+        with torch.no_grad():
+            old = [self.sample(batch, i)[0] for i in range(n)]
+            ref = [self.sample(batch, i, self.ref)[0] for i in range(n)]
+        kl = [((o - f) * m).sum().item() for o, f, m in zip(old, ref, masks, strict=True)]
+        advantages = self.advantages(batch, kl)
+        steps = self.settings.batch.num_steps_per_rollout or 1
+        sums = {"loss": 0.0, "grad_norm": 0.0, "kl_ref": 0.0, "clip_fraction": 0.0}
+        for step in range(steps):
+            samples = range(step * n // steps, (step + 1) * n // steps)
+            tokens = sum(masks[i].sum() for i in samples)
+            trained = sum(bool(masks[i].any()) for i in samples)
+            self.optimizer.zero_grad()
+            for i in samples:
+                if not masks[i].any():
+                    continue
+                lp, entropy = self.sample(batch, i)
+                ratio, adv = (lp - old[i]).exp(), advantages[i]
+                high = 1 + (a.eps_clip_high or a.eps_clip)
+                objective = torch.minimum(ratio * adv, ratio.clamp(1 - a.eps_clip, high) * adv)
+                if a.use_tis:
+                    rollout = torch.from_numpy(batch.rollout_log_probs[i])
+                    objective = objective * (old[i] - rollout).exp().clamp(max=a.tis_clip)
+                r = (ref[i] - lp).exp()
+                k3 = r - 1 - (ref[i] - lp)
+                per_token = -objective + (a.kl_loss_coef if a.use_kl_loss else 0.0) * k3 - a.entropy_coef * entropy
+                scale = tokens if a.calculate_per_token_loss else masks[i].sum() * trained
+                loss = (per_token * masks[i]).sum() / scale
+                loss.backward()
+                clipped = ((ratio > high) & (adv > 0)) | ((ratio < 1 - a.eps_clip) & (adv < 0))
+                sums["loss"] += loss.item() / steps
+                sums["kl_ref"] += (k3 * masks[i]).sum().item() / tokens.item() / steps
+                sums["clip_fraction"] += (clipped * masks[i]).sum().item() / tokens.item() / steps
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), ADAM["clip_grad"])
+            sums["grad_norm"] += norm.item() / steps
+            self.optimizer.step()
+        return sums
+
+
+@pytest.fixture(scope="session")
+def oracle(reference: Any) -> Callable[[str], tuple[s.TrainSettings, Trace]]:
+    """Settings and the trace that they must give, made once for ``plain`` and ``everything``."""
+    made: dict[str, tuple[s.TrainSettings, Trace]] = {}
+
+    def get(kind: str) -> tuple[s.TrainSettings, Trace]:
+        if kind not in made:
+            models = reference("qwen3")
+            flags, ref = (PLAIN, None) if kind == "plain" else (EVERYTHING, str(models.after))
+            settings = make_settings(str(models.folder), ref, flags)
+            truth = Oracle(settings)
+            with torch.no_grad():
+                log_probs = [truth.sample(make_batch(0), i)[0].numpy() for i in range(8)]
+            metrics = [truth.train(make_batch(i)) for i in range(2)]
+            weights = {n: p.detach().clone() for n, p in truth.model.named_parameters()}
+            made[kind] = settings, Trace(log_probs, metrics, weights)
+        return made[kind]
+
+    return get
+
+
+LAYOUTS = {
+    "one rank": (1, {}),
+    "DP2": (2, {}),
+    "TP2": (2, {"tensor_model_parallel_size": 2}),
+    "TP2+SP": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "CP2": (2, {"context_parallel_size": 2}),
+    "PP2": (2, {"pipeline_model_parallel_size": 2}),
+    "TP2+SP x PP2": (
+        4,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2},
+    ),
+    "CP2 x DP2": (4, {"context_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("plain", "one rank"), ("plain", "DP2"), ("plain", "PP2"), *(("everything", layout) for layout in LAYOUTS)],
+)
+def test_log_probs_losses_and_weights_equal_the_oracle(
+    oracle: Callable[[str], tuple[s.TrainSettings, Trace]], run_ranks: RunRanks, kind: str, layout: str
+) -> None:
+    settings, expected = oracle(kind)
+    world, parallel = LAYOUTS[layout]
+    settings = dataclasses.replace(settings, parallel=s.ParallelSettings(**parallel))
+    traces: list[Trace] = run_ranks(run_trainer, world, settings)
+    for trace in traces:
+        for got, want in zip(trace.log_probs, expected.log_probs, strict=True):
+            assert got.dtype == np.float32
+            np.testing.assert_allclose(got, want, atol=1e-5)
+        for step, want_metrics in zip(trace.metrics, expected.metrics, strict=True):
+            for name in ("loss", "grad_norm", "clip_fraction"):
+                assert step[f"train/{name}"] == pytest.approx(want_metrics[name], abs=1e-5), name
+            if kind == "everything":
+                assert step["train/kl_ref"] == pytest.approx(want_metrics["kl_ref"], abs=1e-5)
+            assert step["staleness/max"] == 1
+        assert trace.weights.keys() == expected.weights.keys()
+        for name, want_tensor in expected.weights.items():
+            torch.testing.assert_close(trace.weights[name], want_tensor, rtol=0, atol=1e-5, msg=name)
+    if kind == "everything":
+        assert expected.metrics[0]["clip_fraction"] > 0
+
+
+def test_the_weights_have_moved(oracle: Callable[[str], tuple[s.TrainSettings, Trace]], reference: Any) -> None:
+    """Guards the test above: both oracles change the weights by far more than its tolerance."""
+    from transformers import Qwen3ForCausalLM
+
+    start = Qwen3ForCausalLM.from_pretrained(reference("qwen3").folder).state_dict()
+    for kind in ("plain", "everything"):
+        moved = [(start[n] - w).abs().max().item() for n, w in oracle(kind)[1].weights.items()]
+        assert min(moved) > 1e-4

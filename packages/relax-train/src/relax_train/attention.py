@@ -12,6 +12,7 @@ document by document, whose cost is the sum of the squared lengths and never the
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,10 +34,8 @@ def zigzag_positions(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> t
     if cp_size == 1:
         return torch.arange(cu_seqlens[-1])
     pieces = []
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
-        assert (end - start) % (2 * cp_size) == 0, (
-            f"document of {end - start} tokens with context parallelism {cp_size}"
-        )
+    for start, end in itertools.pairwise(cu_seqlens):
+        assert (end - start) % (2 * cp_size) == 0, f"{end - start} tokens do not divide by 2 x CP {cp_size}"
         chunk = (end - start) // (2 * cp_size)
         for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
             pieces.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
@@ -69,7 +68,7 @@ class _Plan:
     @functools.cached_property
     def segments(self) -> list[_Segment]:
         cp, rank, found = self._cp_size, self._cp_rank, []
-        for start, end in zip(self.borders[:-1], self.borders[1:], strict=True):
+        for start, end in itertools.pairwise(self.borders):
             if cp == 1:
                 found.append(_Segment(start, end - start, start, end - start))
                 continue

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from relax_train.device import before_megatron, has_cuda
@@ -50,6 +51,26 @@ class CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
+
+
+_all_gather = dist.all_gather
+
+
+def _all_gather_uneven(parts: list[torch.Tensor], mine: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """``all_gather`` also of parts that differ in their first size, which gloo refuses: pads, gathers, cuts.
+
+    Megatron's expert dispatcher asks for it when each rank has another number of tokens.
+    """
+    if len({part.shape for part in parts}) == 1:
+        return _all_gather(parts, mine, *args, **kwargs)
+    longest = max(part.size(0) for part in parts)
+    padded = mine.new_zeros(longest, *mine.shape[1:])
+    padded[: mine.size(0)] = mine
+    gathered = [torch.empty_like(padded) for _ in parts]
+    _all_gather(gathered, padded, *args, **kwargs)
+    for part, whole in zip(parts, gathered, strict=True):
+        part.copy_(whole[: part.size(0)])
+    return None
 
 
 class _NullStream:
@@ -92,7 +113,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (cuda, "current_stream", lambda *_, **__: null),
         (cuda, "stream", lambda *_, **__: contextlib.nullcontext()),
         (megatron_random, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)),
-        # Mixture of experts only: the dispatcher would make a stream of its own.
+        # Mixture of experts only. A replacement, not a case of the mode, which is off during the backward pass.
+        (dist, "all_gather", _all_gather_uneven),
+        # The dispatcher would make a stream of its own.
         (token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", null),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _splits_as_numpy),
     ]
@@ -124,7 +147,7 @@ class CpuShim:
         self._mode.__enter__()
 
     def exit(self) -> None:
-        assert self._depth > 0 and self._mode is not None
+        assert self._mode is not None
         self._depth -= 1
         if self._depth:
             return

@@ -11,16 +11,15 @@ from relax_train.device import DeviceContext, has_cuda, local_device
 from relax_train.mcore import parallel_state, tensor_parallel
 from relax_train.settings.parallel import ParallelSettings
 
-ProcessGroup = dist.ProcessGroup
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
     """Place of this rank in the parallel layout.
 
     Groups: ``dp_group`` holds the ranks with the same model and sequence part but other samples, ``dp_cp_group`` those
-    that hold the same weights (data and context parallel), ``ep_group`` the ranks that share experts, ``etp_group`` those
-    that share each expert's matrices. ``gloo_group`` holds all ranks and takes CPU tensors also when the others are NCCL.
+    that hold the same weights (data and context parallel), ``ep_group`` the ranks that share experts, ``etp_group``
+    those that share each expert's matrices. ``gloo_group`` holds all ranks and takes CPU tensors also when the others
+    are NCCL.
     """
 
     rank: int
@@ -39,14 +38,14 @@ class Layout:
     ep_size: int
     etp_rank: int
     etp_size: int
-    tp_group: ProcessGroup
-    pp_group: ProcessGroup
-    cp_group: ProcessGroup
-    dp_group: ProcessGroup
-    dp_cp_group: ProcessGroup
-    ep_group: ProcessGroup
-    etp_group: ProcessGroup
-    gloo_group: ProcessGroup
+    tp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    dp_cp_group: dist.ProcessGroup
+    ep_group: dist.ProcessGroup
+    etp_group: dist.ProcessGroup
+    gloo_group: dist.ProcessGroup
 
     @property
     def is_first_stage(self) -> bool:
@@ -87,8 +86,8 @@ def setup_layout(parallel: ParallelSettings, *, seed: int = 1234, timeout: timed
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if world % parallel.model_parallel_size:
         raise ValueError(
-            f"{world} ranks are no multiple of TP x PP x CP = {parallel.model_parallel_size}; change "
-            "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size or the number of ranks"
+            f"{world} ranks are no multiple of TP x PP x CP = {parallel.model_parallel_size}; change their number "
+            "or --tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size"
         )
     device = local_device(local_rank)
     if not dist.is_initialized():

@@ -181,8 +181,8 @@ def transformer_config(settings: TrainSettings, layout: Layout, hf_config: Any) 
         variable_seq_lengths=layout.pp_size > 1,
         batch_p2p_sync=has_cuda(),
         calculate_per_token_loss=True,
-        # Every weight comes from a checkpoint.
-        perform_initialization=False,
+        # Although every weight comes from a checkpoint: megatron marks how a weight is cut while it initialises it.
+        perform_initialization=True,
         use_cpu_initialization=not has_cuda(),
         recompute_granularity=parallel.recompute_granularity,
         recompute_method=parallel.recompute_method,

@@ -132,8 +132,6 @@ def _decay_steps(settings: TrainSettings, total_steps: int | None) -> int:
     flags = settings.optimizer
     steps = flags.lr_decay_iters or total_steps
     if steps is None and flags.lr_decay_style != "constant":
-        raise ValueError(
-            f"--lr-decay-style {flags.lr_decay_style} needs the length of the run; add --lr-decay-iters or --num-rollout"
-        )
+        raise ValueError(f"--lr-decay-style {flags.lr_decay_style} needs an end; add --lr-decay-iters or --num-rollout")
     # Megatron wants the decay to end after the warm-up, also where the rate stays constant.
     return max(steps or 1, flags.lr_warmup_iters + 1)

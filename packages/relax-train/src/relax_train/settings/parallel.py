@@ -106,14 +106,15 @@ class ParallelSettings:
         divides(tp, "tensor_model_parallel_size", "num_key_value_heads", heads)
         divides(tp, "tensor_model_parallel_size", "intermediate_size")
         divides(pp, "pipeline_model_parallel_size", "num_hidden_layers")
-        experts = hf_config.get("num_experts")
-        if not experts:
+        # transformers 5 writes the second name
+        experts_key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
+        if not hf_config.get(experts_key):
             if ep > 1:
                 found.append("--expert-model-parallel-size has no effect: the model has no experts; remove it")
             if self.expert_tensor_parallel_size is not None:
                 found.append("--expert-tensor-parallel-size has no effect: the model has no experts; remove it")
             return found
-        divides(ep, "expert_model_parallel_size", "num_experts")
+        divides(ep, "expert_model_parallel_size", experts_key)
         divides(etp, "expert_tensor_parallel_size", "moe_intermediate_size")
         if world_size % (ep * etp * pp):
             found.append(

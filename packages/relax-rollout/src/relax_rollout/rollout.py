@@ -136,8 +136,8 @@ class Rollout:
             reasons = ", ".join(f"{r}: {n}" for r, n in self._rejected.most_common(5))
             raise ValueError(
                 f"rollout {self.rollout_id}: {self._rejected.total()} prompts in a row were dropped ({reasons}), last "
-                f"{self.dropped[-1].source}; check --dynamic-sampling-filter-path, the reward, and whether the prompts are "
-                "of a difficulty that the model sometimes solves"
+                f"{self.dropped[-1].source}; check --dynamic-sampling-filter-path, the reward, and whether the model "
+                "sometimes solves such prompts"
             )
 
     def _drop_too_long(self, group: SampleGroup) -> None:

@@ -42,8 +42,8 @@ class GroupRunner:
         """Samples whose tokens were thrown away."""
         self.steps = 0
         """Samples generated or scored so far; when it stands still, nothing happens."""
-        self.scoring: dict[str, None] = {}
-        """Names of what is being scored now."""
+        self.scoring: dict[int, str] = {}
+        """Names of what is being scored now, oldest first."""
 
     async def run_group(self, group: SampleGroup) -> bool:
         """Generates and scores what ``group`` lacks.
@@ -98,12 +98,12 @@ class GroupRunner:
             await self._score(sample, sample.name)
 
     async def _score(self, target: Sample | SampleGroup, name: str) -> None:
-        self.scoring[name] = None
+        self.scoring[id(target)] = name
         try:
             with self._clock.scoring():
                 await self._reward(target)
         finally:
-            del self.scoring[name]
+            del self.scoring[id(target)]
         self.steps += 1
 
 
@@ -142,7 +142,9 @@ class RunningGroups:
         """What is still running, for messages."""
         parts = [f"{n} requests at {name}" for name, n in self._runner.pool.running.items() if n]
         if self._runner.scoring:
-            parts.append(f"the reward of {len(self._runner.scoring)}, first {next(iter(self._runner.scoring))}")
+            parts.append(
+                f"the reward of {len(self._runner.scoring)}, first {next(iter(self._runner.scoring.values()))}"
+            )
         rows = sorted(self._tasks.values(), key=lambda g: g.prompt.ordinal)
         return ", ".join(parts or ["nothing"]) + (f"; first prompt {rows[0].prompt.source}" if rows else "")
 

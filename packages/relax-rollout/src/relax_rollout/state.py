@@ -8,15 +8,11 @@ from relax_rollout.values import from_plain, to_plain
 
 
 def group_to_state(group: SampleGroup) -> dict[str, Any]:
-    """``group`` with all its tokens; samples that are being generated at this moment as they would restart.
-
-    Raises:
-        ValueError: the row holds a value that JSON cannot; the message names the row and the field.
-    """
+    """``group`` with all its tokens; samples that are being generated at this moment as they would restart."""
     prompt = group.prompt
 
     def plain(field: str) -> Any:
-        return to_plain(getattr(prompt, field), f"{prompt.source}: {field}")
+        return to_plain(getattr(prompt, field), f"{prompt.source}: {field}", objects=True)
 
     return {
         "prompt": {

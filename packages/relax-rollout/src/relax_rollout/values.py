@@ -1,42 +1,52 @@
 """Values of users and readers as plain JSON values, so that they fit into checkpoints and metrics."""
 
 import base64
+import pickle
 from typing import Any
 
 _BYTES = "__bytes__"
+_OBJECT = "__object__"
 
 
-def to_plain(value: Any, where: str) -> Any:
+def to_plain(value: Any, where: str, *, objects: bool = False) -> Any:
     """``value`` as what JSON holds; numpy scalars and arrays become numbers and lists, bytes base64 text.
 
+    Args:
+        where: what holds the value, for the message.
+        objects: pickle what has no such form (dates, images) instead of raising.
+
     Raises:
-        ValueError: the value has no such form; the message starts with ``where``.
+        ValueError: the value has no such form.
     """
-    if value is None or isinstance(value, bool | int | float | str):
-        # Subclasses such as numpy.float64 or enums print differently: reduce them to the base type.
-        for base in (bool, int, float, str):
-            if isinstance(value, base):
-                return base(value)
+    if value is None:
         return None
+    # Subclasses such as numpy.float64 or enums print differently: reduce them to the base type.
+    for base in (bool, int, float, str):
+        if isinstance(value, base):
+            return base(value)
     if isinstance(value, dict):
-        return {str(k): to_plain(v, where) for k, v in value.items()}
+        return {str(k): to_plain(v, where, objects=objects) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [to_plain(v, where) for v in value]
+        return [to_plain(v, where, objects=objects) for v in value]
     if isinstance(value, bytes | bytearray):
         return {_BYTES: base64.b64encode(bytes(value)).decode("ascii")}
     if hasattr(value, "tolist"):
-        return to_plain(value.tolist(), where)
+        return to_plain(value.tolist(), where, objects=objects)
+    if objects:
+        return {_OBJECT: base64.b64encode(pickle.dumps(value)).decode("ascii")}
     raise ValueError(
-        f"{where} holds a {type(value).__name__}, which cannot be stored in a checkpoint; "
+        f"{where} holds a value of type {type(value).__name__}, which cannot be stored in a checkpoint; "
         "use numbers, text, lists, dicts or bytes"
     )
 
 
 def from_plain(value: Any) -> Any:
-    """The inverse of :func:`to_plain`, as far as JSON keeps types: bytes are bytes again."""
+    """The inverse of :func:`to_plain`, as far as JSON keeps types. Reads only what we wrote: it may unpickle."""
     if isinstance(value, dict):
         if set(value) == {_BYTES}:
             return base64.b64decode(value[_BYTES])
+        if set(value) == {_OBJECT}:
+            return pickle.loads(base64.b64decode(value[_OBJECT]))
         return {k: from_plain(v) for k, v in value.items()}
     if isinstance(value, list):
         return [from_plain(v) for v in value]

@@ -114,7 +114,10 @@ class Reward(abc.ABC):
         """The reward and the further values of what the function returned for ``sample``."""
         info: dict[str, Any] = {}
         if isinstance(value, dict):
-            info = {str(k): to_plain(v, f"{sample.name}: {self.name}, entry {k!r}") for k, v in value.items()}
+            try:
+                info = {str(k): to_plain(v, f"entry {k!r}") for k, v in value.items()}
+            except ValueError as e:
+                raise RewardError(f"{sample.name}: {self.name} returned a dict of which {e}") from None
             if self._reward_key is None:
                 raise RewardError(
                     f"{sample.name}: {self.name} returned a dict with {', '.join(info) or 'nothing'}; "

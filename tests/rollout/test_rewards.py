@@ -1,0 +1,261 @@
+"""Rewards: each kind, and what they say when something is wrong."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from relax_data.types import Prompt, Sample, SampleGroup, SampleStatus
+from relax_rollout.rewards import RewardError, build_reward
+from relax_rollout.rewards.math import MathReward
+from relax_rollout.settings import RewardSettings
+
+Hooks = Callable[[str, str], str]
+
+
+def sample(response: str, label: Any = "42", index: int = 0) -> Sample:
+    prompt = Prompt(ordinal=3, epoch=0, source="data.jsonl:4", text="6*7=", input_ids=[5, 6], label=label)
+    return Sample(prompt, index, SampleStatus.COMPLETED, response=response)
+
+
+def group(*responses: str) -> SampleGroup:
+    samples = [sample(r, index=i) for i, r in enumerate(responses)]
+    return SampleGroup(samples[0].prompt, samples)
+
+
+async def test_exact_match() -> None:
+    reward = build_reward(RewardSettings(rm_type="exact-match"))
+    scored = group("42", " 42\n", "43", "")
+    await reward(scored)
+    assert scored.rewards == [1.0, 1.0, 0.0, 0.0]
+
+
+async def test_exact_match_reads_a_label_that_is_a_number() -> None:
+    one = sample("42", label=42)
+    await build_reward(RewardSettings(rm_type="exact-match"))(one)
+    assert one.reward == 1.0
+
+
+async def test_a_row_without_label_is_named() -> None:
+    with pytest.raises(RewardError, match=r"data.jsonl:4 response 0.*--label-key"):
+        await build_reward(RewardSettings(rm_type="exact-match"))(sample("42", label=None))
+
+
+async def test_math_compares_by_value() -> None:
+    reward = MathReward(max_workers=2, time_limit_s=20.0)
+    try:
+        answers = {
+            r"so it is \boxed{\frac{84}{2}}": 1.0,
+            "The answer is 42.": 1.0,
+            r"\boxed{41}": 0.0,
+            "": 0.0,
+        }
+        scored = group(*answers)
+        await reward(scored)
+        assert scored.rewards == list(answers.values())
+        assert all(s.reward_info == {"math_limit_hit": 0} for s in scored.samples)
+        fraction = sample(r"\boxed{0.5}", label=r"\frac{1}{2}")
+        await reward(fraction)
+        assert fraction.reward == 1.0
+    finally:
+        await reward.close()
+
+
+async def test_math_ends_a_comparison_that_does_not_return() -> None:
+    reward = MathReward(max_workers=1, time_limit_s=2.0)
+    try:
+        bomb = sample(r"\boxed{9^{9^{9^{9}}}+1}", label="3")
+        await asyncio.wait_for(reward(bomb), 200)
+        assert (bomb.reward, bomb.reward_info) == (0.0, {"math_limit_hit": 1})
+        after = sample(r"\boxed{42}")
+        await reward(after)
+        assert after.reward == 1.0
+    finally:
+        await reward.close()
+
+
+async def test_custom_sync_async_and_dict_with_key(hooks: Hooks) -> None:
+    path = hooks(
+        "mine",
+        "def plain(sample):\n    return len(sample.response)\n"
+        "async def later(sample):\n    return {'score': 0.5, 'length': len(sample.response)}\n"
+        "def whole(samples):\n    best = max(len(s.response) for s in samples)\n"
+        "    return [float(len(s.response) == best) for s in samples]\n",
+    )
+    one = sample("abc")
+    await build_reward(RewardSettings(custom_rm_path=f"{path}:plain"))(one)
+    assert one.reward == 3.0
+    two = sample("abc")
+    await build_reward(RewardSettings(custom_rm_path=f"{path}:later", reward_key="score"))(two)
+    assert (two.reward, two.reward_info) == (0.5, {"length": 3})
+    many = group("a", "abc", "ab")
+    await build_reward(RewardSettings(custom_rm_path=f"{path}:whole", group_rm=True))(many)
+    assert many.rewards == [0.0, 1.0, 0.0]
+
+
+async def test_a_scored_sample_is_not_scored_again(hooks: Hooks) -> None:
+    path = hooks("once", "def f(sample):\n    raise AssertionError('scored twice')\n")
+    done = sample("x")
+    done.reward = 0.25
+    await build_reward(RewardSettings(custom_rm_path=f"{path}:f"))(done)
+    assert done.reward == 0.25
+
+
+async def test_a_reward_that_raises_names_sample_function_and_traceback(hooks: Hooks) -> None:
+    path = hooks("broken", "def score(sample):\n    return helper(sample)\ndef helper(s):\n    return {}['answer']\n")
+    reward = build_reward(RewardSettings(custom_rm_path=f"{path}:score"))
+    with pytest.raises(RewardError) as caught:
+        await reward(group("a", "b"))
+    message = str(caught.value)
+    assert "data.jsonl:4 response 0" in message
+    assert f"--custom-rm-path {path}:score raised KeyError: 'answer'" in message
+    assert "in helper" in message
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "expected"),
+    [
+        ("return {'a': 1}", {}, "returned a dict with a; say with --reward-key"),
+        ("return {'a': 1}", {"reward_key": "b"}, "without --reward-key 'b'; it has a"),
+        ("return 1.0", {"reward_key": "b"}, "needs a dict"),
+        ("return 'good'", {}, "returned 'good', which is no number"),
+        ("return float('nan')", {}, "must be finite"),
+        ("return [1.0]", {"group_rm": True}, "1 rewards for 2 samples"),
+        ("return 1.0", {"group_rm": True}, "a float for 2 samples"),
+        ("return {'a': 1, 'b': object()}", {"reward_key": "a"}, "cannot be stored in a checkpoint"),
+    ],
+)
+async def test_a_wrong_return_value_is_named(hooks: Hooks, body: str, options: dict[str, Any], expected: str) -> None:
+    path = hooks("wrong", f"def f(x):\n    {body}\n")
+    reward = build_reward(RewardSettings(custom_rm_path=f"{path}:f", **options))
+    with pytest.raises(RewardError, match=r"data.jsonl:4") as caught:
+        await reward(group("a", "b"))
+    assert expected in str(caught.value)
+
+
+async def test_a_reward_that_hangs_is_an_error_that_names_it(hooks: Hooks) -> None:
+    path = hooks("slow", "import asyncio\nasync def f(sample):\n    await asyncio.Event().wait()\n")
+    reward = build_reward(RewardSettings(custom_rm_path=f"{path}:f"))
+    reward._timeout_s = 0.05
+    with pytest.raises(RewardError, match=r"response 0: --custom-rm-path .*did not answer within"):
+        await reward(sample("x"))
+
+
+async def test_at_most_reward_max_concurrency_calls_at_once(hooks: Hooks) -> None:
+    path = hooks(
+        "counted",
+        "import asyncio\nnow = most = 0\n"
+        "async def f(sample):\n"
+        "    global now, most\n"
+        "    now += 1; most = max(most, now)\n"
+        "    await asyncio.sleep(0); await asyncio.sleep(0)\n"
+        "    now -= 1\n"
+        "    return most\n",
+    )
+    many = group(*"abcdefgh")
+    await build_reward(RewardSettings(custom_rm_path=f"{path}:f", reward_max_concurrency=3))(many)
+    assert max(many.rewards) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("json:dump_s", "did you mean 'dump"),
+        ("json:__doc__", "not a function"),
+        ("json.no_such:f", "importing json.no_such failed"),
+    ],
+)
+def test_a_function_that_cannot_be_imported(path: str, expected: str) -> None:
+    with pytest.raises(ValueError, match="--custom-rm-path") as caught:
+        build_reward(RewardSettings(custom_rm_path=path))
+    assert expected in str(caught.value)
+
+
+def test_no_reward_chosen_lists_the_choices() -> None:
+    with pytest.raises(ValueError, match=r"--rm-type exact-match or math, --custom-rm-path"):
+        build_reward(RewardSettings())
+
+
+class RewardServer(BaseHTTPRequestHandler):
+    """Answers length of the response; fails the first call with 503."""
+
+    calls: list[dict[str, Any]]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.calls.append(body)
+        if self.path == "/bad":
+            self._answer(400, {"detail": "no"})
+        elif len(self.calls) == 1:
+            self._answer(503, {})
+        elif "samples" in body:
+            self._answer(200, [{"score": len(s["response"])} for s in body["samples"]])
+        else:
+            self._answer(200, len(body["response"]))
+
+    def _answer(self, status: int, value: Any) -> None:
+        content = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def reward_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    handler = type("Handler", (RewardServer,), {"calls": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", handler.calls
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+async def test_remote_repeats_a_transient_failure(reward_server: tuple[str, list[dict[str, Any]]]) -> None:
+    url, calls = reward_server
+    reward = build_reward(RewardSettings(rm_url=url))
+    one = sample("abcd")
+    await reward(one)
+    await reward.close()
+    assert one.reward == 4.0
+    assert len(calls) == 2
+    assert calls[1] == {"prompt": "6*7=", "messages": None, "response": "abcd", "label": "42", "metadata": {}}
+
+
+async def test_remote_scores_a_group_in_one_call(reward_server: tuple[str, list[dict[str, Any]]]) -> None:
+    url, calls = reward_server
+    reward = build_reward(RewardSettings(rm_url=url, group_rm=True, reward_key="score"))
+    many = group("a", "abc")
+    await reward(many)
+    await reward.close()
+    assert many.rewards == [1.0, 3.0]
+    assert len(calls) == 2
+
+
+async def test_remote_refusal_is_not_repeated(reward_server: tuple[str, list[dict[str, Any]]]) -> None:
+    url, calls = reward_server
+    reward = build_reward(RewardSettings(rm_url=f"{url}/bad"))
+    with pytest.raises(RewardError, match=r"data.jsonl:4 response 0: --rm-url .*400"):
+        await reward(sample("abcd"))
+    await reward.close()
+    assert len(calls) == 1
+
+
+def test_a_reward_works_in_one_event_loop_after_another(hooks: Hooks) -> None:
+    path = hooks("again", "async def f(sample):\n    return 1.0\n")
+    reward = build_reward(RewardSettings(custom_rm_path=f"{path}:f", reward_max_concurrency=1))
+    for _ in range(2):
+        many = group("a", "b", "c")
+        asyncio.run(reward(many))
+        assert many.rewards == [1.0, 1.0, 1.0]

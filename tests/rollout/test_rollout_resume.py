@@ -1,0 +1,198 @@
+"""Invariant 1: whatever is interrupted, killed and resumed, each prompt is returned once or counted as dropped."""
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from relax_data.types import SampleGroup
+from relax_rollout.loop import RolloutLoop
+from relax_rollout.rewards import build_reward
+from relax_rollout.settings import RewardSettings, RolloutSettings
+from relax_rollout.values import from_plain, to_plain
+
+Make = Callable[..., Any]
+
+PROMPTS = 14
+
+
+@pytest.fixture(scope="module")
+def exact_match() -> Any:
+    return build_reward(RewardSettings(rm_type="exact-match"))
+
+
+async def run_with_kills(
+    make_loop: Callable[[int], RolloutLoop], kills: list[int | None]
+) -> tuple[list[int], dict[int, str], int]:
+    """Rollouts until the source is used up. Before each, the state is stored; ``kills`` says after how many turns of
+    the event loop the next one is killed (None: not at all), after which a new loop goes on from the stored state.
+
+    Returns:
+        Ordinals in the order returned, reason by ordinal of the dropped ones, number of kills that hit a rollout.
+    """
+    returned: list[int] = []
+    dropped: dict[int, str] = {}
+    hits = 0
+    kill = iter(kills)
+    version = 0
+    loop = make_loop(version)
+    while not loop.exhausted:
+        state = json.loads(json.dumps(loop.state_dict()))
+        task = asyncio.ensure_future(loop.generate(version, version))
+        turns = next(kill, None)
+        for _ in range(turns or 0):
+            await asyncio.sleep(0)
+        if turns is not None and not task.done():
+            hits += 1
+            # A checkpoint may be written in the middle, too: it must hold everything.
+            state = json.loads(json.dumps(loop.state_dict())) if turns % 2 else state
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            loop = make_loop(version)
+            loop.load_state_dict(state)
+            dropped |= {d["ordinal"]: d["reason"] for d in state["dropped"]}
+            continue
+        result = await task
+        returned += [g.prompt.ordinal for g in result.groups]
+        assert not {d.ordinal for d in result.dropped} & set(returned)
+        dropped |= {d.ordinal: d.reason for d in result.dropped}
+        version += 1
+    return returned, dropped, hits
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=25, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(
+    batch=st.integers(1, 4),
+    extra=st.integers(0, 4),
+    samples=st.integers(1, 2),
+    rejected=st.sets(st.integers(0, PROMPTS - 1), max_size=6),
+    max_staleness=st.sampled_from([None, 0, 1]),
+    kills=st.lists(st.none() | st.integers(0, 40), max_size=6),
+    seed=st.integers(0, 1000),
+)
+def test_each_prompt_once_or_dropped(
+    make_engine: Make,
+    make_source: Make,
+    exact_match: Any,
+    tokenizer: Any,
+    batch: int,
+    extra: int,
+    samples: int,
+    rejected: set[int],
+    max_staleness: int | None,
+    kills: list[int | None],
+    seed: int,
+) -> None:
+    settings = RolloutSettings(
+        rollout_batch_size=batch,
+        over_sampling_batch_size=batch + extra,
+        n_samples_per_prompt=samples,
+        rollout_max_response_len=2,
+    )
+    turns = random.Random(seed)
+
+    def keep(group: SampleGroup) -> tuple[bool, str]:
+        return group.prompt.ordinal not in rejected, "unlucky"
+
+    def make_loop(version: int) -> RolloutLoop:
+        return RolloutLoop(
+            settings,
+            engines=[make_engine(version=version, delay=lambda r, i: turns.randrange(12))],
+            source=make_source(PROMPTS // 2, num_epoch=2),
+            reward=exact_match,
+            tokenizer=tokenizer,
+            filter=keep,
+            max_staleness=max_staleness,
+        )
+
+    returned, dropped, _ = asyncio.run(run_with_kills(make_loop, kills))
+    assert sorted(returned) == sorted(set(range(PROMPTS)) - rejected)
+    assert dropped == dict.fromkeys(rejected, "unlucky")
+
+
+async def test_kills_of_the_property_test_do_hit(
+    make_engine: Make, make_source: Make, exact_match: Any, tokenizer: Any
+) -> None:
+    settings = RolloutSettings(rollout_batch_size=2, over_sampling_batch_size=3, rollout_max_response_len=2)
+
+    def make_loop(version: int) -> RolloutLoop:
+        return RolloutLoop(
+            settings,
+            engines=[make_engine(version=version)],
+            source=make_source(6, num_epoch=1),
+            reward=exact_match,
+            tokenizer=tokenizer,
+        )
+
+    returned, _, hits = await run_with_kills(make_loop, [3, None, 4])
+    assert sorted(returned) == list(range(6))
+    assert hits == 2
+
+
+async def test_state_keeps_every_token_of_a_surplus_group(
+    make_engine: Make, make_source: Make, length_reward: Any, tokenizer: Any
+) -> None:
+    def make_loop(n_samples: int = 2) -> RolloutLoop:
+        settings = RolloutSettings(
+            rollout_batch_size=1,
+            over_sampling_batch_size=3,
+            n_samples_per_prompt=n_samples,
+            rollout_max_response_len=3,
+        )
+        return RolloutLoop(
+            settings, engines=[make_engine()], source=make_source(), reward=length_reward, tokenizer=tokenizer
+        )
+
+    loop = make_loop()
+    await loop.generate(0, 0)
+    state = loop.state_dict()
+    assert len(state["buffer"]["ready"]) >= 1
+    resumed = make_loop()
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert resumed.state_dict() == state
+    expected = (await loop.generate(1, 0)).groups
+    assert (await resumed.generate(1, 0)).groups == expected
+
+    wider = make_loop(n_samples=4)
+    wider.load_state_dict(state)
+    groups = (await wider.generate(1, 0)).groups
+    assert [len(g.samples) for g in groups] == [4]
+
+
+def test_state_of_another_format_is_refused(
+    make_engine: Make, make_source: Make, length_reward: Any, tokenizer: Any
+) -> None:
+    loop = RolloutLoop(
+        RolloutSettings(), engines=[make_engine()], source=make_source(), reward=length_reward, tokenizer=tokenizer
+    )
+    with pytest.raises(ValueError, match="has format 99, this version reads 1"):
+        loop.load_state_dict(loop.state_dict() | {"format": 99})
+
+
+def test_values_survive_json() -> None:
+    import datetime
+
+    import numpy as np
+
+    value = {
+        "n": np.float32(0.5),
+        "rows": np.arange(3),
+        "blob": b"\x00\xff",
+        "day": datetime.date(2024, 2, 29),
+        "nested": [(1, 2), {"flag": True, "none": None}],
+    }
+    stored = json.loads(json.dumps(to_plain(value, "row", objects=True)))
+    assert from_plain(stored) == {
+        "n": 0.5,
+        "rows": [0, 1, 2],
+        "blob": b"\x00\xff",
+        "day": datetime.date(2024, 2, 29),
+        "nested": [[1, 2], {"flag": True, "none": None}],
+    }
+    with pytest.raises(ValueError, match="row holds a value of type date"):
+        to_plain(value, "row")

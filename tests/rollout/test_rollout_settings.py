@@ -1,0 +1,89 @@
+"""Settings of the rollout: every message names its flag; an option without effect is an error (invariant 7)."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+from relax_rollout.settings import EQUAL_REWARDS_FILTER, SETTINGS, EvalSettings, RewardSettings, RolloutSettings
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (RolloutSettings(rollout_batch_size=0), "--rollout-batch-size is 0"),
+        (RolloutSettings(n_samples_per_prompt=0), "--n-samples-per-prompt is 0"),
+        (RolloutSettings(rollout_batch_size=8, over_sampling_batch_size=4), "set it to 8 or more"),
+        (RolloutSettings(rollout_max_context_len=1), "--rollout-max-context-len is 1"),
+        (RolloutSettings(rollout_temperature=-0.1), "--rollout-temperature is -0.1"),
+        (RolloutSettings(rollout_top_p=0), "--rollout-top-p is 0"),
+        (RolloutSettings(rollout_top_k=0), "--rollout-top-k is 0"),
+        (RolloutSettings(rollout_stop=("",)), "--rollout-stop holds an empty string"),
+        (RolloutSettings(dynamic_sampling_filter_path="filters.keep"), "not of the form module:function"),
+        (RolloutSettings(custom_generate_function_path="no_such_module:f"), "there is no module 'no_such_module'"),
+        (RolloutSettings(rollout_function_path="missing.py:f"), "there is no file missing.py"),
+        (RolloutSettings(dynamic_sampling_filter_path=EQUAL_REWARDS_FILTER), "--n-samples-per-prompt to 2"),
+        (RewardSettings(rm_type="math", custom_rm_path="json:dumps"), "--rm-type and --custom-rm-path exclude"),
+        (RewardSettings(rm_url="localhost:8000"), "must start with http://"),
+        (RewardSettings(reward_max_concurrency=0), "--reward-max-concurrency is 0"),
+        (EvalSettings(eval_prompt_data=("aime",)), "takes pairs"),
+        (EvalSettings(eval_prompt_data=("a", "x", "a", "y")), "the name 'a' twice"),
+        (EvalSettings(eval_prompt_data=("data/a.jsonl", "a")), "cannot be a name"),
+        (EvalSettings(eval_prompt_data=("a", "x"), eval_top_p=2.0), "--eval-top-p is 2.0"),
+    ],
+)
+def test_a_wrong_value_is_one_message(settings: RolloutSettings, expected: str) -> None:
+    problems = settings.problems()
+    assert len(problems) == 1
+    assert expected in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (RolloutSettings(partial_rollout_max_aborted_count=3), "without --partial-rollout"),
+        (RolloutSettings(mask_offpolicy_in_partial_rollout=True), "without --partial-rollout"),
+        (RolloutSettings(rollout_temperature=0, rollout_top_p=0.9), "--rollout-top-p has no effect"),
+        (
+            RolloutSettings(rollout_function_path="json:dumps", over_sampling_batch_size=64),
+            "collects the groups itself",
+        ),
+        (RewardSettings(rm_type="math", reward_key="score"), "--reward-key has no effect"),
+        (RewardSettings(rm_type="exact-match", group_rm=True), "--group-rm has no effect"),
+        (RewardSettings(rm_type="exact-match", reward_max_concurrency=2), "--reward-max-concurrency has no effect"),
+        (EvalSettings(eval_temperature=0.0), "without --eval-prompt-data"),
+    ],
+)
+def test_an_option_without_effect_is_an_error_when_the_user_gave_it(settings: RolloutSettings, expected: str) -> None:
+    changed = frozenset(f.name for f in dataclasses.fields(settings) if f.default != getattr(settings, f.name))
+    problems = settings.problems(changed)
+    assert len(problems) == 1
+    assert expected in problems[0]
+    assert settings.problems() == []
+
+
+def test_all_problems_are_reported_together() -> None:
+    settings = RolloutSettings(rollout_batch_size=0, rollout_temperature=-1, rollout_top_k=-2)
+    assert len(settings.problems()) == 3
+
+
+def test_defaults_are_valid_and_every_field_has_help() -> None:
+    for cls in SETTINGS:
+        settings = cls()
+        assert settings.problems(frozenset()) == []
+        for field in dataclasses.fields(cls):
+            assert field.metadata["help"], f"{cls.__name__}.{field.name} has no help"
+
+
+def test_eval_datasets_are_pairs_in_order() -> None:
+    settings = EvalSettings(eval_prompt_data=("b", "y.jsonl", "a", "x.jsonl"))
+    assert list(settings.datasets.items()) == [("b", "y.jsonl"), ("a", "x.jsonl")]
+
+
+def test_settings_import_no_heavy_library() -> None:
+    code = (
+        "import sys, relax_rollout.settings;"
+        "print([m for m in ('torch', 'sglang', 'transformers', 'httpx', 'math_verify') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert out.stdout.strip() == "[]"

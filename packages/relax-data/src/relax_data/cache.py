@@ -94,7 +94,7 @@ def unpacked(path: str) -> str:
             with _decompressor(path) as source:
                 shutil.copyfileobj(source, target, 1 << 20)
         except Exception as error:
-            # gzip, zlib and zstandard have no common base class for damaged input.
+            # gzip, zlib and pyarrow have no common base class for damaged input.
             raise DataError(f"{path} cannot be unpacked: {error}") from error
     return str(where)
 
@@ -105,12 +105,10 @@ def _decompressor(path: str) -> Iterator[Any]:
         with gzip.open(path, "rb") as stream:
             yield stream
     else:
-        import zstandard
+        import pyarrow as pa
 
-        with (
-            open(path, "rb") as raw,
-            zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream,
-        ):
+        # Not the zstandard package: its reader takes a file that was cut off for one that ends there.
+        with pa.OSFile(path) as raw, pa.CompressedInputStream(raw, "zstd") as stream:
             yield stream
 
 

@@ -187,7 +187,8 @@ class StreamingPromptSource:
         return taken
 
     def _take(self, n: int) -> list[tuple[int, SourcedRow]]:
-        count, batch = self._rows.count, []
+        count = self._rows.count
+        batch: list[tuple[int, SourcedRow]] = []
         while len(batch) < n and (self._num_epoch is None or self._position < self._num_epoch * count):
             row = self._rows.at(self._position)
             if row is not None:

@@ -142,7 +142,7 @@ def _expand(value: Any, folder: str) -> Any:
     if isinstance(value, list):
         return [_expand(v, folder) for v in value]
     if isinstance(value, dict):
-        return {k: _expand(v, folder) for k, v in value.items()}
+        return {_expand(k, folder): _expand(v, folder) for k, v in value.items()}
     return value
 
 

@@ -63,6 +63,7 @@ def attributes(config_class: type) -> dict[str, type]:
     return {name: hint for name, hint in hints.items() if _is_settings(hint)}
 
 
+@functools.cache
 def part_class(cls: type, field: str) -> type | None:
     """The settings class of a field of a composed settings class; None when the field is an option."""
     hint = typing.get_type_hints(cls)[field]

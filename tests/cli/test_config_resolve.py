@@ -1,0 +1,272 @@
+"""Layers, files, errors: from the words of a command line to one checked configuration."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from relax_cli.config import ConfigError, RunConfig, fit, resolve, to_toml
+
+EMPTY: dict[str, str] = {}
+
+
+def problems(argv: list[str], environ: dict[str, str] = EMPTY) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(argv, environ)
+    return caught.value.problems
+
+
+def test_defaults_file_environment_command_line(workspace: Path, start: list[str]) -> None:
+    (workspace / "run.toml").write_text("lr = 1e-5\nweight-decay = 0.5\nseed = 3\nadam_beta1 = 0.8\n")
+    environ = {"RELAX_WEIGHT_DECAY": "0.25", "RELAX_SEED": "4", "RELAX_CONFIG": "run.toml"}
+    config = resolve([*start, "--seed", "5"], environ)
+    assert config.train.optimizer.adam_beta2 == 0.999
+    assert config.train.optimizer.lr == 1e-5
+    assert config.train.optimizer.weight_decay == 0.25
+    assert config.train.model.seed == 5
+    assert {"lr", "weight_decay", "seed", "adam_beta1"} <= config.given
+    assert "adam_beta2" not in config.given
+
+
+def test_yaml_and_toml_mean_the_same(workspace: Path, model: list[str]) -> None:
+    (workspace / "a.toml").write_text(
+        'lr = 1e-6\nuse-kl-loss = true\nkl_loss_coef = 1\nrollout_stop = ["no", "12:30"]\n'
+        'apply_chat_template = true\napply_chat_template_kwargs = {enable_thinking = false}\nsglang_schedule_policy = "fcfs"\n'
+    )
+    (workspace / "b.yaml").write_text(
+        "lr: 1e-6\nuse_kl_loss: true\nkl-loss-coef: 1\nrollout_stop: [no, 12:30]\n"
+        "apply_chat_template: true\napply-chat-template-kwargs: {enable_thinking: false}\nsglang-schedule-policy: fcfs\n"
+    )
+    a, b = (resolve(["--dry-run", "--config", f, *model], EMPTY) for f in ("a.toml", "b.yaml"))
+    assert a.train == b.train
+    assert a.rollout == b.rollout
+    assert a.data == b.data
+    assert a.sglang == b.sglang
+    assert a.rollout.rollout_stop == ("no", "12:30")
+    assert a.sglang.sglang_extra == {"schedule_policy": "fcfs"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.toml", '# first\nlr = "fast"\n', "a.toml:2: lr: expected a number, found 'fast'"),
+        ("a.toml", "\n\nseed = 1.0\n", "a.toml:3: seed: expected an integer, found 1.0"),
+        ("a.toml", "colocate = 1\n", "a.toml:1: colocate: expected true or false, found 1"),
+        (
+            "a.toml",
+            'kl_loss_type = "k9"\n',
+            "a.toml:1: kl_loss_type: expected one of k1, k2, k3, low_var_kl, found 'k9'",
+        ),
+        ("a.toml", "\nlearning_rat = 1\n", "a.toml:2: learning_rat: no such option"),
+        ("a.toml", "max_token_per_gpu = 1\n", "did you mean max_tokens_per_gpu"),
+        ("a.toml", "[optimizer]\nlr = 1\n", "a.toml:1: optimizer: no such option"),
+        ("a.toml", "[optimizer]\nlr = 1\n", "the file is flat"),
+        ("a.toml", "micro_batch_size = 1\nmicro-batch-size = 2\n", "a.toml:2: micro-batch-size: given twice"),
+        ("a.toml", "lr = \n", "line 1"),
+        ("a.toml", "lr = 1\nlr = 2\n", "line 2"),
+        ("a.toml", 'config = "b.toml"\n', "a.toml:1: config: a configuration file cannot name another one"),
+        ("a.toml", "sglang_port = 1\n", "a.toml:1: sglang_port: --sglang-port cannot be set"),
+        ("a.yaml", "seed: 1\nlr: fast\n", "a.yaml:2: lr: expected a number, found 'fast'"),
+        ("a.yaml", "colocate: yes\n", "a.yaml:1: colocate: expected true or false, found 'yes'"),
+        ("a.yaml", "seed: 1\nseed: 2\n", "a.yaml:2: seed: given twice"),
+        ("a.yaml", "- seed\n", "line 1: expected `key: value` lines"),
+        ("a.yaml", "seed: [1\n", "line 2"),
+        ("a.yaml", "1: 2\n", "line 1: the key 1 is not a word"),
+        ("a.json", "{}", "must end in .toml, .yaml or .yml"),
+    ],
+)
+def test_errors_in_files_name_line_and_key(
+    workspace: Path, start: list[str], name: str, text: str, message: str
+) -> None:
+    (workspace / name).write_text(text)
+    found = problems([*start, "--config", name])
+    assert len(found) == 1, found
+    assert message in found[0]
+
+
+def test_a_missing_file_is_one_error(workspace: Path) -> None:
+    (found,) = problems(["--config", "nowhere.toml"])
+    assert found == "--config nowhere.toml: No such file or directory; name an existing TOML or YAML file"
+
+
+def test_null_in_yaml_is_none_where_there_is_none(workspace: Path, start: list[str]) -> None:
+    (workspace / "a.yaml").write_text("save: null\n")
+    assert "save" not in resolve(["--config", "a.yaml", *start], EMPTY).given
+    (workspace / "a.yaml").write_text("seed: null\n")
+    assert problems(["--config", "a.yaml", *start]) == ["a.yaml:1: seed: expected an integer, found None"]
+
+
+def test_none_takes_back_what_a_file_sets(workspace: Path, start: list[str]) -> None:
+    (workspace / "a.toml").write_text('save = "checkpoints"\nsave_interval = 5\n')
+    config = resolve(["--config", "a.toml", *start, "--save", "none", "--save-interval", "none"], EMPTY)
+    assert config.train.checkpoint.save is None
+    assert not {"save", "save_interval"} & config.given
+
+
+def test_the_folder_of_a_file_is_a_placeholder(
+    workspace: Path, start: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workspace / "run.toml").write_text(
+        'hf_checkpoint = "${config_dir}/small"\nprompt_data = ["${config_dir}/prompts.jsonl"]\n'
+        'rollout_stop = ["$${config_dir}"]\n'
+    )
+    (workspace / "elsewhere").mkdir()
+    monkeypatch.chdir(workspace / "elsewhere")
+    config = resolve(["--config", "../run.toml", *start[4:]], EMPTY)
+    assert config.train.model.hf_checkpoint == str(workspace / "small")
+    assert config.data.prompt_data == (f"{workspace}/prompts.jsonl",)
+    assert config.rollout.rollout_stop == ("${config_dir}",)
+
+
+def test_all_errors_of_all_layers_come_together(workspace: Path, model: list[str]) -> None:
+    (workspace / "run.toml").write_text('lr = "x"\nrollout_batch_sze = 4\n')
+    argv = ["--config", "run.toml", *model, "--seed", "y", "--balance-data", "--fully-async", "--colocate"]
+    found = problems([*argv, "--num-rollout", "1", "--num-epoch", "1", "--rm-type", "math"], {"RELAX_BF16": "2"})
+    for part in (
+        "run.toml:1: lr: expected a number",
+        "run.toml:2: rollout_batch_sze: no such option; did you mean rollout_batch_size",
+        "environment RELAX_BF16: expected true or false",
+        "--seed: expected an integer",
+        "--fully-async and --colocate exclude each other",
+        "--balance-data works with --colocate only",
+        "--num-rollout 1 and --num-epoch 1",
+    ):
+        assert sum(part in f for f in found) == 1, (part, found)
+
+
+def test_a_value_that_could_not_be_read_causes_no_second_error(workspace: Path) -> None:
+    argv = ["--hf-chekpoint", "small", "--prompt-data", "prompts.jsonl", "--rm-type", "math", "--num-rolout", "3"]
+    found = problems([*argv, "--use-dynamic-batch-size", "--max-tokens-per-gpu", "many", "--n-samples-per-prompt", "2"])
+    assert found == [
+        "--hf-chekpoint: no such option; did you mean --hf-checkpoint?",
+        "--num-rolout: no such option; did you mean --num-rollout?",
+        "--max-tokens-per-gpu: expected an integer, found 'many'",
+    ]
+
+
+def test_problems_say_where_options_outside_the_command_line_stand(workspace: Path, start: list[str]) -> None:
+    (workspace / "run.toml").write_text("\nmax_staleness = 2\n")
+    (found,) = problems(["--config", "run.toml", *start])
+    assert found.startswith("--max-staleness has no effect without --fully-async")
+    assert found.endswith("[--max-staleness from run.toml:2]")
+
+
+def test_what_is_required_is_said(workspace: Path) -> None:
+    found = problems([])
+    assert any(f.startswith("--hf-checkpoint is required") for f in found)
+    assert any("--prompt-data is required" in f for f in found)
+    assert any("--num-rollout and --num-epoch" in f for f in found)
+    assert any("--rm-type" in f for f in found)
+
+
+def test_derived_values(workspace: Path, start: list[str]) -> None:
+    argv = ["--rollout-batch-size", "8", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048"]
+    config = resolve([*start, *argv, "--num-steps-per-rollout", "2"], EMPTY)
+    assert config.cluster.colocate
+    assert config.cluster.actor_num_gpus_per_node == 0
+    assert config.train.batch.global_batch_size == 16
+    assert config.train.batch.num_steps_per_rollout == 2
+    assert config.train.batch.log_probs_max_tokens_per_gpu == 2048
+    assert config.rollout.over_sampling_batch_size == 8
+    assert config.train.parallel.expert_tensor_parallel_size is None
+    assert not config.given & {"colocate", "global_batch_size", "over_sampling_batch_size"}
+
+
+def test_derived_values_of_a_fully_async_plan(workspace: Path) -> None:
+    argv = ["--hf-checkpoint", "qwen3-30b-a3b", "--prompt-data", "prompts.jsonl", "--dry-run", "--fully-async"]
+    config = resolve([*argv, "--tensor-model-parallel-size", "2", "--sequence-parallel"], EMPTY)
+    assert not config.cluster.colocate
+    assert config.train.parallel.expert_tensor_parallel_size == 2
+    assert config.cluster.rollout_num_gpus == 8
+
+
+def test_steps_follow_from_the_global_batch(workspace: Path, start: list[str]) -> None:
+    config = resolve([*start, "--rollout-batch-size", "8", "--global-batch-size", "8"], EMPTY)
+    assert config.train.batch.num_steps_per_rollout == 4
+
+
+def test_name_and_directories(workspace: Path, start: list[str]) -> None:
+    config = resolve([*start, "--tb-experiment-name", "first"], EMPTY)
+    assert (config.name, config.run_dir) == ("first", workspace / "runs" / "first")
+    assert config.trace_dir == workspace / "traces" / "first"
+    one, two = resolve(start, EMPTY), resolve(start, EMPTY)
+    assert one.name != two.name
+    assert one.run_dir.name == one.name
+
+
+def test_paths_are_absolute_for_every_process(
+    workspace: Path, start: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(workspace))
+    config = resolve([*start, "--save", "~/checkpoints", "--save-hf", "hf/{rollout_id}"], EMPTY)
+    assert config.train.model.hf_checkpoint == str(workspace / "small")
+    assert config.train.checkpoint.save == str(workspace / "checkpoints")
+    assert config.train.checkpoint.save_hf == str(workspace / "hf" / "{rollout_id}")
+
+
+def test_config_is_picklable_and_loads_without_torch(workspace: Path, start: list[str]) -> None:
+    config = resolve([*start, "--sglang-schedule-policy", "fcfs"], EMPTY)
+    assert pickle.loads(pickle.dumps(config)) == config
+    (workspace / "config.pickle").write_bytes(pickle.dumps(config))
+    code = "import pickle, sys; c = pickle.load(open('config.pickle', 'rb')); print(c.name); assert 'torch' not in sys.modules"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert loaded.stdout.strip() == config.name, loaded.stderr
+
+
+def test_given_holds_pass_through_names(workspace: Path, start: list[str]) -> None:
+    config = resolve([*start, "--sglang-schedule-policy", "fcfs"], EMPTY)
+    assert {"sglang_extra", "sglang_schedule_policy"} <= config.given
+    assert config.sglang.sglang_extra == {"schedule_policy": "fcfs"}
+
+
+def test_gpus_of_this_machine(workspace: Path, start: list[str], gpus: Callable[[int], None]) -> None:
+    gpus(4)
+    config = resolve(start, EMPTY)
+    assert config.layout is not None
+    assert (config.layout.device, config.layout.train_ranks, config.layout.engines) == ("cuda", 4, 4)
+    hidden = resolve(start, {"CUDA_VISIBLE_DEVICES": ""})
+    assert hidden.layout is not None
+    assert hidden.layout.device == "cpu"
+    two = resolve(start, {"CUDA_VISIBLE_DEVICES": "1,3"})
+    assert two.layout is not None
+    assert two.layout.train_ranks == 2
+
+
+def test_cpu_ranks_follow_from_the_parallel_sizes(workspace: Path, start: list[str]) -> None:
+    config = resolve([*start, "--tensor-model-parallel-size", "2", "--context-parallel-size", "2"], EMPTY)
+    assert config.layout is not None
+    assert (config.layout.device, config.layout.train_ranks, config.layout.dp) == ("cpu", 4, 1)
+
+
+def test_a_joined_cluster_is_fitted_when_it_is_known(workspace: Path, start: list[str]) -> None:
+    config = resolve([*start, "--ray-address", "auto", "--tensor-model-parallel-size", "2"], EMPTY)
+    assert config.layout is None
+    fitted = fit(config, 8)
+    assert fitted.layout is not None
+    assert (fitted.layout.train_ranks, fitted.layout.dp, fitted.layout.engines) == (8, 4, 8)
+    with pytest.raises(ConfigError, match="no multiple of TP x PP x CP"):
+        fit(config, 3)
+    asked = resolve([*start, "--ray-address", "auto", "--actor-num-gpus-per-node", "8"], EMPTY)
+    with pytest.raises(ConfigError, match="needs 8 GPUs but the Ray cluster has 4"):
+        fit(asked, 4)
+
+
+def test_rank_tags_follow_megatron_order(workspace: Path, start: list[str], gpus: Callable[[int], None]) -> None:
+    gpus(8)
+    config = resolve([*start, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"], EMPTY)
+    tags = [config.rank_tag(r) for r in range(8)]
+    assert tags[0] == {"rank": 0, "dp": 0, "tp": 0, "pp": 0}
+    assert tags[3] == {"rank": 3, "dp": 1, "tp": 1, "pp": 0}
+    assert tags[6] == {"rank": 6, "dp": 1, "tp": 0, "pp": 1}
+
+
+def test_printed_config_shows_defaults_as_comments(workspace: Path, model: list[str]) -> None:
+    config: RunConfig = resolve([*model, "--print-config", "--lr", "2e-6"], EMPTY)
+    lines = to_toml(config).splitlines()
+    assert "lr = 2e-06" in lines
+    assert "# weight_decay = 0.01" in lines
+    assert not any("print_config" in line or "dry_run" in line for line in lines)
+    assert os.sep in next(line for line in lines if line.startswith("hf_checkpoint"))

@@ -1,0 +1,166 @@
+"""`--dry-run`: the two recommended configurations, the sizes of known models, and what the plan says."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from relax_cli.config import resolve
+from relax_cli.layout import Layout
+from relax_cli.main import main
+from relax_cli.model_facts import ModelFacts
+from relax_cli.plan import plan_text
+
+QWEN3_4B_8_GPUS = (
+    "--colocate --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1 --use-dynamic-batch-size --max-tokens-per-gpu 9216 "
+    "--sglang-mem-fraction-static 0.8"
+).split()
+QWEN3_30B_16_GPUS = (
+    "--fully-async --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --optimizer-cpu-offload "
+    "--sglang-mem-fraction-static 0.6"
+).split()
+
+
+def plan(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    code = main(["train", "--dry-run", *argv])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    return captured.out
+
+
+def row(text: str, name: str) -> str:
+    """The value of one row of the plan."""
+    found = [line for line in text.splitlines() if line.startswith(f"  {name}  ")]
+    assert len(found) == 1, (name, text)
+    return found[0].removeprefix(f"  {name}").strip()
+
+
+@pytest.mark.parametrize("gpus_here", [0, 8])
+def test_recommended_qwen3_4b(
+    workspace: Path, capsys: pytest.CaptureFixture[str], gpus: Callable[[int], None], gpus_here: int
+) -> None:
+    gpus(gpus_here)
+    text = plan(["--hf-checkpoint", "qwen3-4b", "--prompt-data", "prompts.jsonl", *QWEN3_4B_8_GPUS], capsys)
+    assert row(text, "GPUs") == "8 in all"
+    assert row(text, "TP x PP x CP x DP") == "2 x 1 x 1 x 4 = 8 ranks"
+    assert row(text, "engines") == "8 SGLang servers, 1 GPU each, on the same GPUs, in turn with the trainer"
+    assert row(text, "micro-batch") == "at most 9216 x CP 1 = 9216 tokens"
+    assert row(text, "recompute") == "full, uniform, 1 layers"
+    assert row(text, "parameters") == "4.02 B"
+    assert "of --sglang-mem-fraction-static 0.8 of the GPU" in row(text, "engine: weights")
+
+
+@pytest.mark.parametrize("gpus_here", [0, 8])
+def test_recommended_qwen3_30b_a3b(
+    workspace: Path, capsys: pytest.CaptureFixture[str], gpus: Callable[[int], None], gpus_here: int
+) -> None:
+    gpus(gpus_here)
+    text = plan(["--hf-checkpoint", "qwen3-30b-a3b", "--prompt-data", "prompts.jsonl", *QWEN3_30B_16_GPUS], capsys)
+    assert row(text, "GPUs") == "16 in all"
+    assert row(text, "TP x PP x CP x DP") == "2 x 1 x 1 x 4 = 8 ranks"
+    assert row(text, "experts: EP x ETP x DP") == "2 x 2 x 2 a pipeline stage"
+    assert row(text, "engines") == "8 SGLang servers, 1 GPU each, on 8 GPUs of their own"
+    assert row(text, "parameters") == "30.53 B"
+    assert "staleness at most 1" in row(text, "mode")
+
+
+def facts(workspace: Path, name: str) -> ModelFacts:
+    import json
+
+    return ModelFacts.from_config(json.loads((workspace / name / "config.json").read_text()))
+
+
+def test_sizes_of_known_models(workspace: Path) -> None:
+    # The counts that the safetensors indices of the published checkpoints give.
+    assert facts(workspace, "qwen3-4b").parameters == 4_022_468_096
+    assert facts(workspace, "qwen3-30b-a3b").parameters == 30_532_122_624
+
+
+def test_size_of_a_small_model_equals_what_transformers_builds(tiny_model: Path) -> None:
+    import json
+
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    built = sum(p.numel() for p in model.parameters())
+    assert ModelFacts.from_config(json.loads((tiny_model / "config.json").read_text())).parameters == built
+
+
+def layout(**sizes: Any) -> Layout:
+    default = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 1, "train_ranks": 1}
+    return Layout(device="cuda", engines=1, gpus_per_engine=1, shared=True, **{**default, **sizes})
+
+
+def test_training_memory_by_hand(workspace: Path) -> None:
+    model = facts(workspace, "qwen3-4b")
+    n = model.parameters
+    assert model.training_bytes(layout(), bf16=True, offload=False) == (18 * n, 0)
+    assert model.training_bytes(layout(), bf16=False, offload=False) == (16 * n, 0)
+    assert model.training_bytes(layout(train_ranks=4), bf16=True, offload=False) == (6 * n + 12 * n // 4, 0)
+    assert model.training_bytes(layout(train_ranks=4), bf16=True, offload=True) == (6 * n, 12 * n // 4)
+    half = model.shared_parameters // 2 + model.embedding // 2
+    assert model.training_bytes(layout(tp=2, train_ranks=2), bf16=True, offload=False) == (18 * half, 0)
+
+
+def test_experts_are_divided_by_their_own_sizes(workspace: Path) -> None:
+    model = facts(workspace, "qwen3-30b-a3b")
+    dense, expert = model.parameters_per_rank(layout(tp=2, ep=2, etp=2, train_ranks=8))
+    assert expert == model.expert_parameters // 4
+    assert dense == model.shared_parameters // 2 + 2 * model.embedding // 2
+
+
+def test_a_plan_for_cpu(workspace: Path, start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--rollout-batch-size", "8", "--num-steps-per-rollout", "2", "--tensor-model-parallel-size", "2"]
+    text = plan([*start, *sizes, "--over-sampling-batch-size", "12"], capsys)
+    assert row(text, "GPUs") == "none: everything runs on CPU"
+    assert row(text, "trainer") == "2 ranks"
+    assert row(text, "samples a rollout") == "8 prompts x 4 responses = 32"
+    assert row(text, "optimizer steps a rollout") == "32 samples / 16 a step = 2"
+    assert row(text, "over-sampling") == "12 prompts submitted, the first 8 are used"
+    assert row(text, "precision") == "float32"
+    assert "A real start still needs" not in text
+
+
+def test_a_large_model_is_planned_for_gpus_and_a_named_number_of_gpus_too(workspace: Path, model: list[str]) -> None:
+    def device(*words: str) -> str:
+        found = resolve(["--dry-run", "--prompt-data", "prompts.jsonl", *words], {}).layout
+        assert found is not None
+        return found.device
+
+    assert device("--hf-checkpoint", "small") == "cpu"
+    assert device("--hf-checkpoint", "qwen3-4b") == "cuda"
+    assert device("--hf-checkpoint", "qwen3-4b", "--actor-num-gpus-per-node", "0") == "cpu"
+    assert device("--hf-checkpoint", "small", "--num-gpus-per-node", "4") == "cuda"
+
+
+def test_files_that_will_be_written(workspace: Path, start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--tb-experiment-name", "demo", "--save", "ckpt", "--save-interval", "5", "--save-hf", "hf/{rollout_id}"]
+    words += ["--sglang-profile", "--use-pytorch-profiler", "--record-memory-history", "--save-debug-rollout-data"]
+    text = plan([*start, *words, "samples/{rollout_id}.pkl"], capsys)
+    assert row(text, "TensorBoard") == f"{workspace}/runs/demo/tensorboard/"
+    assert row(text, "checkpoints") == f"{workspace}/ckpt/, every 5 rollouts and after the last rollout"
+    assert row(text, "Hugging Face exports").startswith(f"{workspace}/hf/{{rollout_id}}")
+    assert row(text, "SGLang traces") == f"{workspace}/traces/demo/sglang_trace/rollout_<id>/"
+    assert row(text, "training traces") == f"{workspace}/traces/demo/train_trace/"
+    assert row(text, "memory snapshots") == f"{workspace}/traces/demo/memory_snapshot/"
+    assert row(text, "samples of each rollout") == f"{workspace}/samples/{{rollout_id}}.pkl"
+    assert not (workspace / "runs").exists()
+    assert not (workspace / "traces").exists()
+
+
+def test_debugging_modes_plan_half_of_the_processes(workspace: Path, start: list[str]) -> None:
+    half = plan_text(resolve([*start, "--dry-run", "--debug-rollout-only"], {}))
+    assert "trainer" not in half
+    assert row(half, "engines") == "1 SGLang server"
+    load = ["--debug-train-only", "--load-debug-rollout-data", "s{rollout_id}"]
+    other = plan_text(resolve([*start, "--dry-run", *load], {}))
+    assert row(other, "trainer") == "1 rank"
+    assert "engine" not in other
+
+
+def test_a_cluster_to_join_is_planned_with_the_gpus_of_its_nodes(workspace: Path, start: list[str]) -> None:
+    text = plan_text(resolve([*start, "--dry-run", "--ray-address", "auto", "--actor-num-nodes", "2"], {}))
+    assert row(text, "Ray") == "joins auto"
+    assert row(text, "trainer") == "16 ranks, one a GPU: 2 nodes x 8 GPUs"

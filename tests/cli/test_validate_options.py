@@ -1,0 +1,217 @@
+"""What is refused before anything starts, with a message that names the options and the fix."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from relax_cli.config import ConfigError, resolve
+
+GPU_PLAN = ["--dry-run", "--num-gpus-per-node", "8"]
+
+
+def problems(argv: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(argv, {})
+    return caught.value.problems
+
+
+def only(argv: list[str]) -> str:
+    found = problems(argv)
+    assert len(found) == 1, found
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--fully-async", "--colocate"], ["--fully-async and --colocate exclude"]),
+        (["--no-colocate"], ["--no-colocate", "--fully-async"]),
+        (["--fully-async", "--balance-data"], ["--balance-data works with --colocate only", "TransferQueue"]),
+        (["--max-staleness", "2"], ["--max-staleness has no effect without --fully-async"]),
+        (["--fully-async", "--max-staleness", "-1"], ["--max-staleness must be 0 or more"]),
+        (["--num-data-storage-units", "2"], ["--num-data-storage-units has no effect without --fully-async"]),
+        (["--rollout-num-gpus", "8"], ["--rollout-num-gpus has no effect with --colocate"]),
+        (["--num-rollout", "3", "--num-epoch", "1"], ["--num-rollout 3 and --num-epoch 1", "exactly one"]),
+        (["--num-rollout", "0"], ["--num-rollout must be 1 or more"]),
+        (["--sequence-parallel"], ["--sequence-parallel has no effect with --tensor-model-parallel-size 1"]),
+        (["--tensor-model-parallel-size", "3"], ["8 ranks", "no multiple of TP x PP x CP"]),
+        (
+            ["--tensor-model-parallel-size", "8"],
+            ["--tensor-model-parallel-size 8 does not divide", "key_value_heads 2"],
+        ),
+        (["--rollout-num-gpus-per-engine", "3"], ["8 GPUs", "no multiple of --rollout-num-gpus-per-engine 3"]),
+        (
+            ["--rollout-num-gpus-per-engine", "8"],
+            ["--rollout-num-gpus-per-engine 8 does not divide", "num_attention_heads 4"],
+        ),
+        (["--actor-num-gpus-per-node", "9"], ["--actor-num-gpus-per-node 9 is more than --num-gpus-per-node 8"]),
+        (["--expert-model-parallel-size", "2"], ["--expert-model-parallel-size has no effect", "no experts"]),
+        (["--eval-interval", "5"], ["--eval-interval has no effect without --eval-prompt-data"]),
+        (["--eval-prompt-data", "a", "prompts.jsonl"], ["--eval-prompt-data has no effect without --eval-interval"]),
+        (["--eval-temperature", "0"], ["--eval-temperature has no effect without --eval-prompt-data"]),
+        (["--skip-eval-before-train"], ["--skip-eval-before-train has no effect without --eval-interval"]),
+        (["--eval-interval", "1", "--eval-prompt-data", "a", "no.jsonl"], ["--eval-prompt-data a", "no.jsonl"]),
+        (["--debug-train-only"], ["--debug-train-only needs samples", "--load-debug-rollout-data"]),
+        (["--load-debug-rollout-data", "a{rollout_id}"], ["--load-debug-rollout-data has no effect without"]),
+        (["--save-debug-rollout-data", "a"], ["--save-debug-rollout-data", "{rollout_id}"]),
+        (["--save-debug-rollout-data", "a{rollout}"], ["--save-debug-rollout-data", "{rollout_id}"]),
+        (["--debug-rollout-only", "--save", "x"], ["--save without effect", "--debug-rollout-only trains nothing"]),
+        (["--wandb-project", "x"], ["--wandb-project without effect", "--use-wandb"]),
+        (["--tb-experiment-name", "a/b"], ["--tb-experiment-name 'a/b'", "slashes"]),
+        (["--tb-experiment-name", ""], ["--tb-experiment-name ''"]),
+        (["--ref-load", "small"], ["--ref-load has no effect", "--use-kl-loss"]),
+        (["--rollout-max-context-len", "4096"], ["--rollout-max-context-len 4096", "max_position_embeddings 2048"]),
+        (
+            ["--rollout-max-context-len", "64", "--rollout-max-prompt-len", "64"],
+            ["--rollout-max-prompt-len 64 leaves no room", "--rollout-max-context-len 64"],
+        ),
+        (["--sglang-profile-steps", "1"], ["--sglang-profile-steps has no effect without --sglang-profile"]),
+        (["--sglang-profile", "--sglang-profile-num-steps", "0"], ["--sglang-profile-num-steps 0"]),
+        (
+            ["--use-pytorch-profiler", "--profile-step-start", "5", "--profile-step-end", "4"],
+            ["--profile-step-start / --profile-step-end"],
+        ),
+    ],
+)
+def test_refused(workspace: Path, model: list[str], words: list[str], parts: list[str]) -> None:
+    found = problems([*GPU_PLAN, *model, *words])
+    assert sum(all(part in message for part in parts) for message in found) == 1, found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        (["--global-batch-size", "12"], ["--rollout-batch-size 10 x --n-samples-per-prompt 4 = 40 samples", "12 + 4"]),
+        (["--num-steps-per-rollout", "3"], ["= 40 samples", "--num-steps-per-rollout 3", "1 samples are left over"]),
+        (["--global-batch-size", "10", "--num-steps-per-rollout", "2"], ["--num-steps-per-rollout 2 x", "10 = 20"]),
+    ],
+)
+def test_batch_errors_show_the_arithmetic(
+    workspace: Path, start: list[str], sizes: list[str], parts: list[str]
+) -> None:
+    message = only([*start, "--rollout-batch-size", "10", *sizes])
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("lengths", "longest"),
+    [
+        (["--rollout-max-response-len", "512"], None),
+        (["--rollout-max-response-len", "1024"], 1025),
+        (["--rollout-max-response-len", "512", "--rollout-max-prompt-len", "512"], None),
+        (["--rollout-max-response-len", "512", "--rollout-max-prompt-len", "513"], 1025),
+        (["--rollout-max-response-len", "1024", "--rollout-max-context-len", "1024"], None),
+        (["--rollout-max-response-len", "512", "--rollout-max-context-len", "1025"], 1025),
+    ],
+)
+def test_a_sample_that_cannot_fit_is_refused(
+    workspace: Path, start: list[str], lengths: list[str], longest: int | None
+) -> None:
+    argv = [*start, "--use-dynamic-batch-size", "--max-tokens-per-gpu", "1024", *lengths]
+    if longest is None:
+        resolve(argv, {})
+        return
+    message = only(argv)
+    assert f"a sample may have {longest} tokens" in message
+    assert "--max-tokens-per-gpu 1024 x --context-parallel-size 1" in message
+
+
+def test_the_cap_grows_with_context_parallelism_and_rounds_down_to_its_padding(
+    workspace: Path, start: list[str]
+) -> None:
+    argv = [*start, "--use-dynamic-batch-size", "--rollout-max-context-len", "1024", "--context-parallel-size", "2"]
+    resolve([*argv, "--max-tokens-per-gpu", "512"], {})
+    assert "at most 1020 (--max-tokens-per-gpu 511" in only([*argv, "--max-tokens-per-gpu", "511"])
+
+
+def test_the_log_prob_cap_is_checked_too(workspace: Path, start: list[str]) -> None:
+    argv = [*start, "--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048", "--rollout-max-response-len", "1024"]
+    assert "--log-probs-max-tokens-per-gpu 1000" in only([*argv, "--log-probs-max-tokens-per-gpu", "1000"])
+
+
+def test_missing_checkpoint_folder(workspace: Path, start: list[str]) -> None:
+    message = only(["--hf-checkpoint", "nowhere", *start[2:]])
+    assert f"--hf-checkpoint: '{workspace}/nowhere' is not a folder" in message
+
+
+def test_checkpoint_folder_without_config(workspace: Path, start: list[str]) -> None:
+    (workspace / "empty").mkdir()
+    message = only(["--hf-checkpoint", "empty", *start[2:]])
+    assert "empty/config.json" in message
+
+
+def test_checkpoint_folder_with_a_broken_config(workspace: Path, start: list[str]) -> None:
+    (workspace / "small" / "config.json").write_text("{")
+    assert "config.json is not valid JSON" in only(start)
+    (workspace / "small" / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": "big"}))
+    assert "hidden_size should be an integer, not 'big'" in only(start)
+
+
+@pytest.mark.parametrize(("missing", "part"), [("model.safetensors", "no weights"), ("tokenizer.json", "no tokenizer")])
+def test_incomplete_checkpoint_is_no_start_but_a_plan(
+    workspace: Path, start: list[str], missing: str, part: str
+) -> None:
+    (workspace / "small" / missing).unlink()
+    assert part in only(start)
+    (note,) = resolve([*start, "--dry-run"], {}).notes
+    assert part in note
+
+
+def test_missing_prompt_file(workspace: Path, start: list[str]) -> None:
+    argv = [w if w != "prompts.jsonl" else "missing.jsonl" for w in start]
+    message = only(argv)
+    assert message.startswith("--prompt-data")
+    assert "missing.jsonl" in message
+
+
+def test_what_a_start_needs_is_a_note_of_a_plan(workspace: Path, model: list[str]) -> None:
+    found = problems(model)
+    assert len(found) == 2
+    assert "exactly one of --num-rollout and --num-epoch" in found[0]
+    assert "--rm-type" in found[1]
+    assert resolve([*model, "--dry-run"], {}).notes == tuple(found)
+
+
+def test_fully_async_is_planned_but_not_started(workspace: Path, start: list[str], gpus: Callable[[int], None]) -> None:
+    gpus(8)
+    assert "runs --colocate only" in only([*start, "--fully-async"])
+    (note,) = resolve([*start, "--fully-async", "--dry-run"], {}).notes
+    assert "runs --colocate only" in note
+
+
+def test_debug_train_only_needs_no_reward_and_no_prompts(workspace: Path) -> None:
+    argv = ["--hf-checkpoint", "small", "--num-rollout", "1", "--n-samples-per-prompt", "2"]
+    resolve([*argv, "--debug-train-only", "--load-debug-rollout-data", "s{rollout_id}"], {})
+
+
+def test_gpus_that_this_machine_lacks(workspace: Path, start: list[str], gpus: Callable[[int], None]) -> None:
+    message = only([*start, "--actor-num-gpus-per-node", "2"])
+    assert "--actor-num-gpus-per-node 2: this machine has 0 GPUs; set it to 0 to run on CPU" in message
+    gpus(1)
+    assert "this machine has 1 GPUs; lower it to 1" in only([*start, "--actor-num-gpus-per-node", "2"])
+    assert "--actor-num-nodes 2 needs a Ray cluster" in only([*start, "--actor-num-nodes", "2"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--optimizer-cpu-offload"], ["--rollout-num-gpus-per-engine", "2"], ["--num-gpus-per-node", "4"]],
+)
+def test_options_without_effect_on_cpu(workspace: Path, start: list[str], words: list[str]) -> None:
+    message = only([*start, *words])
+    assert message.startswith(f"{words[0]} without effect: the run has no GPUs")
+
+
+def test_printing_and_planning_exclude_each_other(workspace: Path, model: list[str]) -> None:
+    assert "--dry-run and --print-config" in only([*model, "--dry-run", "--print-config"])
+
+
+def test_warnings(workspace: Path, model: list[str], start: list[str]) -> None:
+    assert resolve(start, {}).warnings == ()
+    (single,) = resolve([*model, "--dry-run"], {}).warnings
+    assert "GRPO compares" in single
+    (balance,) = resolve([*start, "--balance-data"], {}).warnings
+    assert balance.startswith("--balance-data: responses to one prompt may fall into different training steps")
+    (idle,) = resolve([*start, "--dry-run", "--num-gpus-per-node", "8", "--rollout-batch-size", "1"], {}).warnings
+    assert "4 samples for 8 data-parallel ranks" in idle

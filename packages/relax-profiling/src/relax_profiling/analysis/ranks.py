@@ -1,0 +1,102 @@
+"""Which rank the others wait for: the collectives of several ranks, matched one by one."""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping
+
+from relax_profiling.trace.load import Collective, Trace
+
+# These end at the same time on every rank, whatever its clock says.
+_SYNCHRONISING = frozenset(
+    {"allreduce", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "alltoall", "all_to_all"}
+)
+# Clocks of one host agree to microseconds; those of two hosts are set by NTP.
+_SAME_CLOCK_US = 1000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RankWaits:
+    """One rank among its peers.
+
+    Attributes:
+        collectives: matched with at least one other rank.
+        last: in how many of them it arrived last.
+        waits: microseconds that it spent inside collectives until the last rank arrived.
+        delays: microseconds by which it, arriving last, came later than the last but one.
+        clock_offset: microseconds that its clock is ahead of the first rank's, as far as collectives tell.
+    """
+
+    collectives: int
+    last: int
+    waits: float
+    delays: float
+    clock_offset: float = 0.0
+
+
+Key = tuple[str, str, str, int]
+
+
+def _keyed(trace: Trace) -> dict[Key, Collective]:
+    """Collectives by what they are and their number among their like, which is the same on all ranks of a group."""
+    counts: dict[tuple[str, str, str], int] = {}
+    keyed: dict[Key, Collective] = {}
+    for c in trace.collectives:
+        like = (c.kind, c.group, c.members)
+        n = counts.get(like, 0)
+        counts[like] = n + 1
+        keyed[(*like, n)] = c
+    return keyed
+
+
+def clock_offsets(traces: Mapping[str, Trace]) -> dict[str, float]:
+    """How far each rank's clock is ahead of the first one's, in microseconds; 0 where collectives do not tell."""
+    offsets: dict[str, float] = {}
+    reference: dict[Key, Collective] | None = None
+    reference_base = 0.0
+    for label, trace in traces.items():
+        keyed = _keyed(trace)
+        if reference is None:
+            reference, reference_base = keyed, trace.base
+            offsets[label] = 0.0
+            continue
+        differences = [
+            (trace.base - reference_base) + (c.end - reference[key].end)
+            for key, c in keyed.items()
+            if key in reference and c.kind in _SYNCHRONISING
+        ]
+        middle = statistics.median(differences) if differences else 0.0
+        offsets[label] = middle if abs(middle) > _SAME_CLOCK_US else 0.0
+    return offsets
+
+
+def rank_waits(traces: Mapping[str, Trace]) -> dict[str, RankWaits]:
+    """Compares the ranks of one recording; empty when fewer than two of them share collectives.
+
+    Args:
+        traces: label of a rank -> its trace.
+    """
+    offsets = clock_offsets(traces)
+    arrivals: dict[Key, list[tuple[float, str, float]]] = {}
+    for label, trace in traces.items():
+        shift = trace.base - offsets[label]
+        for key, c in _keyed(trace).items():
+            arrivals.setdefault(key, []).append((shift + c.start, label, c.end - c.start))
+    matched = {label: 0 for label in traces}
+    last = dict(matched)
+    waits = {label: 0.0 for label in traces}
+    delays = dict(waits)
+    for ranks in arrivals.values():
+        if len(ranks) < 2:
+            continue
+        ranks.sort()
+        latest, label, _ = ranks[-1]
+        last[label] += 1
+        delays[label] += latest - ranks[-2][0]
+        for start, who, duration in ranks:
+            matched[who] += 1
+            waits[who] += min(latest - start, duration)
+    return {
+        label: RankWaits(matched[label], last[label], waits[label], delays[label], offsets[label])
+        for label in traces
+        if matched[label]
+    }

@@ -1,0 +1,98 @@
+"""The report as text for a terminal."""
+
+from relax_profiling.analysis.breakdown import IDLE_CAUSES
+from relax_profiling.report.model import MemoryReport, Report, TraceReport
+
+_MIB = 2**20
+
+
+def to_text(report: Report) -> str:
+    """The report, advice first."""
+    lines: list[str] = []
+    if report.findings:
+        lines.append("What to change")
+        for f in report.findings:
+            lines.append(f"  {f.rule} ({f.where})")
+            lines.append(f"    {f.figure}")
+            lines.append(f"    -> {f.advice}: {', '.join(f.flags)}")
+        lines.append("")
+    for role, title in (("train", "Training"), ("engine", "Engines")):
+        chosen = [t for t in report.traces if t.role == role]
+        if chosen:
+            lines += [title, *(line for t in chosen for line in _trace(t)), ""]
+    if report.memory:
+        lines += ["Memory", *(line for m in report.memory for line in _memory(m)), ""]
+    if report.problems:
+        lines += ["Not read, or only in part", *(f"  {p}" for p in report.problems), ""]
+    if not report.findings and report.traces:
+        lines.append("No rule found something to change.")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def trace_title(t: TraceReport) -> str:
+    """``rank0_dp0_tp0_pp0 train_overall`` or ``engine0 TP-0, rollout 2``."""
+    return f"{t.label}, rollout {t.rollout}" if t.rollout is not None else f"{t.label} {t.target}".strip()
+
+
+def milliseconds(us: float) -> str:
+    return f"{us / 1000:.2f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
+
+
+def size(count: float) -> str:
+    """Bytes in MiB or GiB."""
+    return f"{count / _MIB:.1f} MiB" if count < 1024 * _MIB else f"{count / _MIB / 1024:.2f} GiB"
+
+
+def _trace(t: TraceReport) -> list[str]:
+    b = t.breakdown
+    lines = [f"  {trace_title(t)}  [{t.device}]  {t.file}"]
+    step = f", {len(t.steps)} steps of {milliseconds(t.step_mean)}" if t.step_mean is not None else ""
+    lines.append(f"    {milliseconds(b.span)} recorded{step}")
+    lines.append(
+        f"    compute {b.share('compute'):.1%}   communication {b.share('communication_exposed'):.1%} exposed, "
+        f"{b.share('communication_overlapped'):.1%} overlapped   copies {b.share('memory'):.1%}   "
+        f"idle {b.share('idle'):.1%}"
+    )
+    causes = [f"{IDLE_CAUSES[c]} {us / b.span:.1%}" for c, us in b.idle_causes.items() if us >= 0.001 * b.span]
+    if causes:
+        lines.append(f"    idle: {', '.join(causes)}")
+    if t.mfu is not None:
+        lines.append(f"    MFU {t.mfu:.1%} ({t.flops / 1e12:.2f} TFLOP in operators with recorded shapes)")
+    for s in t.stages:
+        lines.append(
+            f"    {s.name}: {s.steps} steps, batch {s.batch_mean:.1f} (largest {s.batch_max}), "
+            f"{s.tokens_mean:.1f} tokens a step, {milliseconds(s.time)}"
+        )
+    if t.waits is not None:
+        lines.append(
+            f"    last at {t.waits.last} of {t.waits.collectives} collectives; waits {t.waits.waits / b.span:.1%} "
+            "of the time for later ranks"
+        )
+    for title, entries in (("kernels", t.kernels[:5]), ("operators, own time", t.operators[:5])):
+        if entries:
+            lines.append(f"    top {title}:")
+            lines += [f"      {milliseconds(e.microseconds):>10}  {e.calls:>6} x  {e.name[:90]}" for e in entries]
+    return lines
+
+
+def _memory(m: MemoryReport) -> list[str]:
+    lines = [f"  {m.label}, {m.kind}  {m.file}"]
+    for d in m.devices:
+        lines.append(
+            f"    GPU {d.device}: peak {size(d.peak)} at {d.peak_time:.3f} s; at the end {size(d.allocated)} "
+            f"allocated of {size(d.reserved)} reserved, largest free block {size(d.largest_free_block)}"
+        )
+        for oom in d.oom:
+            lines.append(
+                f"    out of memory: {size(oom.asked)} asked for at {oom.stack[0]}, {size(oom.device_free)} free"
+            )
+        lines += [f"      {size(h.bytes):>10}  {h.blocks:>5} blocks  {h.place}" for h in d.peak_holders[:5]]
+    if m.host_peak is not None:
+        lines.append(f"    host memory: peak {size(m.host_peak)}")
+        lines += [f"      {size(h.bytes):>10}  {h.blocks:>5} allocations  {h.place}" for h in m.host_holders[:5]]
+    if m.growth:
+        lines.append("    grown since the snapshot before:")
+        lines += [f"      {size(g.grown):>10}  {g.stack[0] if g.stack else '?'}" for g in m.growth[:5]]
+    if m.note:
+        lines.append(f"    {m.note}")
+    return lines

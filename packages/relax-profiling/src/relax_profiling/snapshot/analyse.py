@@ -1,0 +1,244 @@
+"""What a torch memory snapshot says: the peak and who holds it, what is held at the end, what an OOM met."""
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import PurePath
+from typing import Any
+
+Frames = tuple[str, ...]
+
+# Frames of the libraries say how memory is allocated, not for what.
+_LIBRARIES = ("/torch/", "/site-packages/torch", "<frozen", "/lib/python3")
+_SHOWN_FRAMES = 12
+# Autograd's backward runs on a thread without Python.
+NO_FRAME = "(no Python frame: autograd's backward, or a library's own thread)"
+BEFORE = "(allocated before the recording began)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """Memory that was allocated at one place: bytes, number of blocks, and the call stack, innermost first."""
+
+    bytes: int
+    blocks: int
+    stack: Frames
+
+    @property
+    def place(self) -> str:
+        """The innermost frame of the user's own code, else the innermost of all."""
+        for frame in self.stack:
+            if not any(library in frame for library in _LIBRARIES):
+                return frame
+        return self.stack[0] if self.stack else NO_FRAME
+
+
+@dataclasses.dataclass(frozen=True)
+class OutOfMemory:
+    """One out-of-memory error, in bytes: what was asked for, what the device had left, and what the allocator held."""
+
+    asked: int
+    device_free: int
+    allocated: int
+    reserved: int
+    largest_free_block: int
+    stack: Frames
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of one device, in bytes.
+
+    Attributes:
+        times: seconds since the first event, one for each change of the curve.
+        curve: allocated bytes after each.
+        peak: largest value of the curve; ``peak_time`` is when, ``peak_holders`` who held it.
+        held: who holds memory at the end.
+        reserved: taken from the device by the allocator, at the end.
+        oom: the errors in the recording.
+    """
+
+    device: int
+    times: list[float]
+    curve: list[int]
+    peak: int
+    peak_time: float
+    peak_holders: list[Holder]
+    held: list[Holder]
+    allocated: int
+    reserved: int
+    largest_free_block: int
+    oom: list[OutOfMemory]
+    truncated: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    size: int
+    frames: Any
+
+
+def analyse_snapshot(snapshot: dict[str, Any]) -> list[DeviceMemory]:
+    """One entry a device that has segments or events.
+
+    Raises:
+        ValueError: when the fields are not those of a snapshot.
+    """
+    try:
+        devices: dict[int, list[dict[str, Any]]] = {}
+        for segment in snapshot["segments"]:
+            devices.setdefault(int(segment.get("device", 0)), []).append(segment)
+        traces = snapshot.get("device_traces") or []
+        for i, events in enumerate(traces):
+            if any(e.get("action") == "alloc" for e in events):
+                devices.setdefault(i, [])
+        return [_device(i, segments, traces[i] if i < len(traces) else []) for i, segments in sorted(devices.items())]
+    except (KeyError, TypeError, AttributeError, IndexError) as e:
+        raise ValueError(f"fields are missing or of the wrong kind ({type(e).__name__}: {e})") from e
+
+
+def _device(device: int, segments: list[dict[str, Any]], events: list[dict[str, Any]]) -> DeviceMemory:
+    held: dict[int, _Block] = {}
+    largest_free = 0
+    reserved = 0
+    for segment in segments:
+        reserved += segment["total_size"]
+        address = segment.get("address", 0)
+        for block in segment.get("blocks", ()):
+            at = block.get("address", address)
+            if block["state"] == "active_allocated":
+                held[at] = _Block(block.get("requested_size", block["size"]) or block["size"], block.get("frames"))
+            elif block["state"] == "inactive":
+                largest_free = max(largest_free, block["size"])
+            address = at + block["size"]
+    allocated = sum(b.size for b in held.values())
+    before = _held_before(held, events)
+    start = sum(b.size for b in before.values())
+    times, curve, peak_index = _curve(events, start, before)
+    peak_holders = group_by_stack(_live_at(events, before, peak_index).values())
+    first = events[0].get("time_us", 0) if events else 0
+    peak_at = events[peak_index].get("time_us", 0) if 0 <= peak_index < len(events) else first
+    peak = max([*curve, start])
+    ooms = [
+        OutOfMemory(
+            int(e.get("size", 0)),
+            int(e.get("device_free", e.get("addr", 0))),
+            allocated,
+            reserved,
+            largest_free,
+            frames_text(e.get("frames")),
+        )
+        for e in events
+        if e.get("action") == "oom"
+    ]
+    return DeviceMemory(
+        device=device,
+        times=times,
+        curve=curve,
+        peak=peak,
+        peak_time=(peak_at - first) / 1e6,
+        peak_holders=peak_holders,
+        held=group_by_stack(held.values()),
+        allocated=allocated,
+        reserved=reserved,
+        largest_free_block=largest_free,
+        oom=ooms,
+        truncated=bool(before) and bool(events),
+    )
+
+
+def _held_before(held: dict[int, _Block], events: list[dict[str, Any]]) -> dict[int, _Block]:
+    """The blocks that were there before the first event: freed or still held without having been allocated in it."""
+    before: dict[int, _Block] = {}
+    seen: set[int] = set()
+    for e in events:
+        action = e.get("action")
+        if action == "alloc":
+            seen.add(e["addr"])
+        elif action == "free_completed" and e["addr"] not in seen:
+            before[e["addr"]] = _Block(e["size"], BEFORE)
+            seen.add(e["addr"])
+    for address, block in held.items():
+        if address not in seen:
+            before[address] = block
+    return before
+
+
+def _curve(events: list[dict[str, Any]], start: int, before: dict[int, _Block]) -> tuple[list[float], list[int], int]:
+    """The allocated bytes after every event that changes them, and the index of the event at the peak (-1: before)."""
+    now = peak = start
+    peak_index = -1
+    times: list[float] = []
+    curve: list[int] = []
+    first = events[0].get("time_us", 0) if events else 0
+    live = {address: b.size for address, b in before.items()}
+    for i, e in enumerate(events):
+        action = e.get("action")
+        if action == "alloc":
+            live[e["addr"]] = e["size"]
+            now += e["size"]
+        elif action == "free_completed":
+            now -= live.pop(e["addr"], 0)
+        else:
+            continue
+        times.append((e.get("time_us", 0) - first) / 1e6)
+        curve.append(now)
+        if now > peak:
+            peak, peak_index = now, i
+    return times, curve, peak_index
+
+
+def _live_at(events: list[dict[str, Any]], before: dict[int, _Block], index: int) -> dict[int, _Block]:
+    live = dict(before)
+    for e in events[: index + 1]:
+        if e.get("action") == "alloc":
+            live[e["addr"]] = _Block(e["size"], e.get("frames"))
+        elif e.get("action") == "free_completed":
+            live.pop(e["addr"], None)
+    return live
+
+
+def group_by_stack(blocks: Iterable[_Block]) -> list[Holder]:
+    """Blocks summed by call stack, the largest first."""
+    sums: dict[Frames, list[int]] = {}
+    for block in blocks:
+        entry = sums.setdefault(frames_text(block.frames), [0, 0])
+        entry[0] += block.size
+        entry[1] += 1
+    holders = [Holder(size, count, stack) for stack, (size, count) in sums.items()]
+    return sorted(holders, key=lambda h: -h.bytes)
+
+
+def frames_text(frames: Any) -> Frames:
+    """``function (folder/file.py:12)`` for each frame, innermost first, without the frames of torch's C++."""
+    if isinstance(frames, str):
+        return (frames,)
+    if not isinstance(frames, list):
+        return (NO_FRAME,)
+    shown = []
+    for frame in frames:
+        file = str(frame.get("filename", "?"))
+        if not file or file == "??":
+            continue
+        path = PurePath(file)
+        # The last folders name the library; the full path is the reader's own disk.
+        short = "/".join(path.parts[-4:]) if "site-packages" in file else file
+        shown.append(f"{frame.get('name', '?')} ({'/' if short != file else ''}{short}:{frame.get('line', 0)})")
+        if len(shown) == _SHOWN_FRAMES:
+            break
+    return tuple(shown) or (NO_FRAME,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """Memory that one place holds in a later snapshot beyond an earlier one, in bytes."""
+
+    grown: int
+    now: int
+    stack: Frames
+
+
+def growth(earlier: DeviceMemory, later: DeviceMemory) -> list[Growth]:
+    """The places that hold more in the later snapshot, the largest growth first."""
+    was = {h.stack: h.bytes for h in earlier.held}
+    grown = [Growth(h.bytes - was.get(h.stack, 0), h.bytes, h.stack) for h in later.held]
+    return sorted((g for g in grown if g.grown > 0), key=lambda g: -g.grown)

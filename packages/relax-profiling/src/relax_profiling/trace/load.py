@@ -1,0 +1,287 @@
+"""One trace file in compact columns: what the analysers need, and nothing else of each event."""
+
+import dataclasses
+import math
+import re
+from array import array
+from pathlib import Path
+from typing import Any
+
+from relax_profiling.trace.flops import operator_flops
+from relax_profiling.trace.reader import Event, NotATrace, TraceReader
+
+COMPUTE, COMMUNICATION, MEMORY = 0, 1, 2
+
+_GPU_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_LAUNCH_CATEGORIES = frozenset({"cuda_runtime", "cuda_driver"})
+# NCCL and RCCL, and the all-reduce kernels that inference engines bring themselves.
+_COMMUNICATION_KERNEL = re.compile(
+    r"^(nccl|rccl)|cross_device_reduce|one_shot_all_reduce|two_shot_all_reduce|multimem_all_reduce|"
+    r"all_?reduce_?fusion|nvshmem|deep_ep::",
+    re.IGNORECASE,
+)
+_COMMUNICATION_HOST = re.compile(r"^(gloo:|nccl:|c10d::|c10d_functional::|_c10d_functional::)")
+_DATA_HOST = re.compile(
+    r"dataloader|data_loader|next_batch_to_train|wait_for_data|get_batch\b|recv_requests|scheduler\.recv", re.IGNORECASE
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """An annotation: a named stretch of time, in microseconds on the trace's clock."""
+
+    name: str
+    start: float
+    end: float
+    on_device: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective operation on the device, in microseconds on the trace's clock.
+
+    ``group`` is the description of its process group, ``members`` the text of the global ranks in it.
+    """
+
+    kind: str
+    group: str
+    group_size: int
+    members: str
+    start: float
+    end: float
+
+
+class GpuColumns:
+    """The device's activities of one GPU, column by column, sorted by start after :meth:`sort`. Microseconds."""
+
+    def __init__(self) -> None:
+        self.start = array("d")
+        self.end = array("d")
+        self.kind = bytearray()
+        self.name = array("l")
+        self.correlation = array("q")
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def sort(self) -> None:
+        order = sorted(range(len(self.start)), key=self.start.__getitem__)
+        self.start = array("d", [self.start[i] for i in order])
+        self.end = array("d", [self.end[i] for i in order])
+        self.kind = bytearray(self.kind[i] for i in order)
+        self.name = array("l", [self.name[i] for i in order])
+        self.correlation = array("q", [self.correlation[i] for i in order])
+
+
+class HostColumns:
+    """The operators of one host thread: start, duration (microseconds), name."""
+
+    def __init__(self) -> None:
+        self.start = array("d")
+        self.duration = array("d")
+        self.name = array("l")
+
+
+class Trace:
+    """One trace file, read.
+
+    Attributes:
+        path: the file.
+        meta: the fields of the file beside the events.
+        problems: what could not be read.
+        names: the text of every name id.
+        gpus: device number -> its activities.
+        threads: host thread -> its operators.
+        launches: correlation id -> start of the call that launched it.
+        runtime: starts and ends of the runtime calls, for telling a busy host from an idle one.
+        spans: annotations.
+        collectives: on the device, in order of start.
+        flops: element type -> floating-point operations of the operators whose shapes were recorded.
+        allocated: device -> peak of allocated bytes; empty when memory was not recorded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.meta: dict[str, Any] = {}
+        self.problems: list[str] = []
+        self.events = 0
+        self.names: list[str] = []
+        self.gpus: dict[int, GpuColumns] = {}
+        self.threads: dict[Any, HostColumns] = {}
+        self.launches: dict[int, float] = {}
+        self.runtime_start = array("d")
+        self.runtime_end = array("d")
+        self.spans: list[Span] = []
+        self.collectives: list[Collective] = []
+        self.flops: dict[str, float] = {}
+        self.allocated: dict[int, int] = {}
+        self.processes: set[str] = set()
+        self.first = math.inf
+        self.last = -math.inf
+        self._name_ids: dict[str, int] = {}
+        self._malformed = 0
+
+    @property
+    def base(self) -> float:
+        """Microseconds since the epoch of this trace's zero."""
+        value = self.meta.get("baseTimeNanoseconds", 0)
+        return value / 1000 if isinstance(value, (int, float)) else 0.0
+
+    @property
+    def gpu_name(self) -> str | None:
+        devices = self.meta.get("deviceProperties")
+        if isinstance(devices, list) and devices and isinstance(devices[0], dict):
+            return str(devices[0].get("name", "")) or None
+        return None
+
+    @property
+    def has_shapes(self) -> bool:
+        return bool(self.meta.get("record_shapes") or self.meta.get("with_flops"))
+
+    def name_id(self, name: str) -> int:
+        known = self._name_ids.get(name)
+        if known is None:
+            known = self._name_ids[name] = len(self.names)
+            self.names.append(name)
+        return known
+
+
+def load_trace(path: Path) -> Trace:
+    """Reads a trace file.
+
+    Raises:
+        NotATrace: for a file that holds no event.
+        OSError: when it cannot be opened.
+    """
+    trace = Trace(path)
+    reader = TraceReader(path)
+    trace.meta = reader.meta
+    kinds: dict[str, int] = {}
+    for events in reader.chunks():
+        trace.events += len(events)
+        for event in events:
+            try:
+                _take(trace, event, kinds)
+            except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+                trace._malformed += 1
+    trace.problems = reader.problems
+    if trace._malformed:
+        trace.problems.append(f"{trace._malformed} events have missing or impossible fields and are left out")
+    if trace.events == 0:
+        raise NotATrace(f"{path}: holds no events")
+    for gpu in trace.gpus.values():
+        gpu.sort()
+    trace.collectives.sort(key=lambda c: c.start)
+    return trace
+
+
+def _take(trace: Trace, e: Event, kinds: dict[str, int]) -> None:
+    category = e.get("cat")
+    if category == "python_function" or category == "ac2g" or category == "fwdbwd":
+        return
+    if category is None or category == "Trace" or category == "overhead":
+        if e.get("ph") == "M" and e.get("name") == "process_name":
+            trace.processes.add(str(e["args"]["name"]))
+        return
+    if category == "cpu_instant_event":
+        _take_memory(trace, e)
+        return
+    start = float(e["ts"])
+    duration = float(e.get("dur", 0.0))
+    if not (0.0 <= duration < 1e13 and -1e17 < start < 1e17):
+        raise ValueError("impossible time")
+    end = start + duration
+    if category == "cpu_op":
+        _take_operator(trace, e, start, duration)
+    elif category in _GPU_CATEGORIES:
+        _take_gpu(trace, e, start, end, kinds)
+    elif category in _LAUNCH_CATEGORIES:
+        correlation = e["args"].get("correlation")
+        if correlation is not None:
+            trace.launches[correlation] = start
+        trace.runtime_start.append(start)
+        trace.runtime_end.append(end)
+    elif category == "user_annotation" or category == "gpu_user_annotation":
+        trace.spans.append(Span(str(e["name"]), start, end, category == "gpu_user_annotation"))
+    if start < trace.first:
+        trace.first = start
+    if end > trace.last:
+        trace.last = end
+
+
+def _take_operator(trace: Trace, e: Event, start: float, duration: float) -> None:
+    thread = e.get("tid")
+    columns = trace.threads.get(thread)
+    if columns is None:
+        columns = trace.threads[thread] = HostColumns()
+    name = e["name"]
+    columns.start.append(start)
+    columns.duration.append(duration)
+    columns.name.append(trace.name_id(name))
+    arguments = e.get("args")
+    if arguments and "Input Dims" in arguments:
+        counted = operator_flops(name, arguments["Input Dims"], arguments.get("Concrete Inputs"))
+        if counted:
+            types = arguments.get("Input type") or ["?"]
+            dtype = str(types[0])
+            trace.flops[dtype] = trace.flops.get(dtype, 0.0) + counted
+
+
+def _take_gpu(trace: Trace, e: Event, start: float, end: float, kinds: dict[str, int]) -> None:
+    arguments = e.get("args") or {}
+    device = arguments.get("device")
+    if not isinstance(device, int):
+        device = int(e["pid"])
+    columns = trace.gpus.get(device)
+    if columns is None:
+        columns = trace.gpus[device] = GpuColumns()
+    name = e["name"]
+    kind = kinds.get(name)
+    if kind is None:
+        kind = kinds[name] = device_kind(name, e["cat"])
+    correlation = int(arguments.get("correlation", -1))
+    name_id = trace.name_id(name)
+    columns.start.append(start)
+    columns.end.append(end)
+    columns.kind.append(kind)
+    columns.name.append(name_id)
+    columns.correlation.append(correlation)
+    if kind == COMMUNICATION:
+        what = str(arguments.get("Collective name") or _collective_of(name))
+        group = str(arguments.get("Process Group Description") or arguments.get("Process Group Name") or "")
+        size = arguments.get("Group size")
+        members = str(arguments.get("Process Group Ranks", ""))
+        trace.collectives.append(Collective(what, group, size if isinstance(size, int) else 0, members, start, end))
+
+
+def _take_memory(trace: Trace, e: Event) -> None:
+    arguments = e.get("args") or {}
+    allocated = arguments.get("Total Allocated")
+    if e.get("name") == "[memory]" and arguments.get("Device Type") == 1 and isinstance(allocated, int):
+        device = int(arguments.get("Device Id", 0))
+        trace.allocated[device] = max(trace.allocated.get(device, 0), allocated)
+
+
+def device_kind(name: str, category: str = "kernel") -> int:
+    """:data:`COMPUTE`, :data:`COMMUNICATION` or :data:`MEMORY` of a device activity."""
+    if category != "kernel" or name.startswith(("Memcpy", "Memset")):
+        return MEMORY
+    return COMMUNICATION if _COMMUNICATION_KERNEL.search(name) else COMPUTE
+
+
+def is_host_communication(name: str) -> bool:
+    """Whether a host operator is a collective (gloo's, or the call that waits for NCCL's)."""
+    return _COMMUNICATION_HOST.match(name) is not None
+
+
+def is_data_wait(name: str) -> bool:
+    """Whether a host operator or annotation is the wait for the next data."""
+    return _DATA_HOST.search(name) is not None
+
+
+def _collective_of(kernel: str) -> str:
+    found = re.search(r"(all_?reduce|all_?gather|reduce_?scatter|broadcast|send_?recv|all_?to_?all)", kernel, re.I)
+    if found is None:
+        return "collective"
+    plain = found.group(1).lower().replace("_", "")
+    return {"allreduce": "allreduce", "allgather": "allgather", "reducescatter": "reduce_scatter"}.get(plain, plain)

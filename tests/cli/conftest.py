@@ -1,98 +1,169 @@
-"""A model folder without weights, a prompt file, and a machine whose number of GPUs the test chooses."""
+"""Runs of the real command, for the tests from end to end."""
 
+import contextlib
+import dataclasses
 import json
-from collections.abc import Callable
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-QWEN3_4B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 2560,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 9728,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "rms_norm_eps": 1e-6,
-    "torch_dtype": "bfloat16",
-}
-QWEN3_30B_A3B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "rms_norm_eps": 1e-6,
-    "torch_dtype": "bfloat16",
-}
-SMALL: dict[str, Any] = {
-    **QWEN3_4B,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "vocab_size": 128,
-    "max_position_embeddings": 2048,
-}
+START_DEADLINE_S = 300.0
+
+
+@dataclasses.dataclass
+class Task:
+    """A model and its prompts."""
+
+    model: Path
+    train: Path
+    heldout: Path
+
+    def flags(self, **changes: Any) -> list[str]:
+        """Command-line words of a small run; a value of None leaves the option out."""
+        options: dict[str, Any] = {
+            "hf_checkpoint": self.model,
+            "prompt_data": self.train,
+            "label_key": "label",
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 2,
+            "num_rollout": 2,
+            "rollout_max_response_len": 6,
+            "rollout_max_context_len": 256,
+            "rm_type": "exact-match",
+            "use_dynamic_batch_size": True,
+            "max_tokens_per_gpu": 512,
+            "lr": 1e-3,
+            "tb_experiment_name": "run",
+        }
+        options.update(changes)
+        words: list[str] = []
+        for name, value in options.items():
+            if value is None or value is False:
+                continue
+            words.append("--" + name.replace("_", "-"))
+            if value is not True:
+                words += [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
+        return words
+
+
+@pytest.fixture(scope="session")
+def task(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Task:
+    """48 training prompts and 6 held-out ones."""
+    folder = tmp_path_factory.mktemp("task")
+    draw = random.Random(0)
+    for name, count in (("train", 48), ("heldout", 6)):
+        with (folder / f"{name}.jsonl").open("w") as out:
+            for _ in range(count):
+                a, b = draw.randrange(10), draw.randrange(10)
+                out.write(json.dumps({"input": f"{a}+{b}=", "label": str(a + b)}) + "\n")
+    return Task(tiny_model, folder / "train.jsonl", folder / "heldout.jsonl")
+
+
+@dataclasses.dataclass
+class Run:
+    """A running `relax train`, and every process below it that was ever seen."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    output_path: Path
+    seen: set[psutil.Process] = dataclasses.field(default_factory=set)
+
+    @property
+    def output(self) -> str:
+        return self.output_path.read_text(errors="replace")
+
+    def look(self) -> None:
+        """Remembers the processes there are now."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
+
+    def wait_for(self, condition: Callable[[], bool], what: str, deadline_s: float = START_DEADLINE_S) -> None:
+        """Waits until the condition holds; a run that ends before it, or a passed deadline, fails the test."""
+        end = time.monotonic() + deadline_s
+        while not condition():
+            self.look()
+            assert self.process.poll() is None, f"ended while the test waited for {what}:\n{self.output}"
+            assert time.monotonic() < end, f"no {what} after {deadline_s:.0f} s:\n{self.output}"
+            time.sleep(0.2)
+        self.look()
+
+    def finish(self, deadline_s: float = START_DEADLINE_S) -> int:
+        """Waits for the end and returns the exit code."""
+        end = time.monotonic() + deadline_s
+        while self.process.poll() is None:
+            self.look()
+            assert time.monotonic() < end, f"still running after {deadline_s:.0f} s:\n{self.output}"
+            time.sleep(0.2)
+        return self.process.returncode
+
+    def survivors(self, deadline_s: float) -> list[str]:
+        """Processes of the run that are still there after the deadline; empty as soon as there are none."""
+        end = time.monotonic() + deadline_s
+        while True:
+            alive = [p for p in self.seen if p.is_running() and _status(p) not in ("gone", psutil.STATUS_ZOMBIE)]
+            if not alive or time.monotonic() > end:
+                return [f"{p.pid} {_status(p)} {_command(p)}" for p in alive]
+            time.sleep(0.5)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.folder / "runs" / "run" / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [m for m in self.metrics() if "time/step" in m]
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return process.status()
+    except psutil.NoSuchProcess:
+        return "gone"
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:120]
+    except psutil.Error:
+        return "?"
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Chooses how many GPUs the driver of this machine reports; none to begin with."""
+def relax(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Starts `relax ...` in ``tmp_path``; whatever is left of it is ended after the test."""
+    runs: list[Run] = []
 
-    def choose(n: int) -> None:
-        monkeypatch.setattr("relax_cli.layout._driver_gpus", lambda: n)
+    def start(*words: str, env: dict[str, str] | None = None, folder: Path | None = None) -> Run:
+        where = folder or tmp_path
+        output = where / f"output{len(runs)}.txt"
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | (env or {})
+        with output.open("w") as out:
+            process = subprocess.Popen(
+                [str(Path(sys.executable).with_name("relax")), *words],
+                cwd=where,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment,
+            )
+        run = Run(process, where, output)
+        runs.append(run)
+        return run
 
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    choose(0)
-    return choose
-
-
-@pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: Callable[[int], None]) -> Path:
-    """The current directory of a test: model folders ``small`` (complete), ``qwen3-4b`` and ``qwen3-30b-a3b`` (only
-    their published hyper-parameters), and ``prompts.jsonl``."""
-    for name, config in (("small", SMALL), ("qwen3-4b", QWEN3_4B), ("qwen3-30b-a3b", QWEN3_30B_A3B)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / "small" / name).write_text("{}")
-    (tmp_path / "prompts.jsonl").write_text('{"input": "1+1=", "label": "2"}\n' * 4)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def model() -> list[str]:
-    """The options every start needs: the model and the data."""
-    return ["--hf-checkpoint", "small", "--prompt-data", "prompts.jsonl"]
-
-
-@pytest.fixture
-def start(model: list[str]) -> list[str]:
-    """Options that are enough for a real start."""
-    return [*model, "--num-rollout", "2", "--rm-type", "exact-match", "--n-samples-per-prompt", "4"]
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.look()
+            run.process.kill()
+            run.process.wait()
+        for left in run.seen:
+            if left.is_running():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    left.kill()

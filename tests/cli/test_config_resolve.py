@@ -34,11 +34,13 @@ def test_defaults_file_environment_command_line(workspace: Path, start: list[str
 def test_yaml_and_toml_mean_the_same(workspace: Path, model: list[str]) -> None:
     (workspace / "a.toml").write_text(
         'lr = 1e-6\nuse-kl-loss = true\nkl_loss_coef = 1\nrollout_stop = ["no", "12:30"]\n'
-        'apply_chat_template = true\napply_chat_template_kwargs = {enable_thinking = false}\nsglang_schedule_policy = "fcfs"\n'
+        "apply_chat_template = true\napply_chat_template_kwargs = {enable_thinking = false}\n"
+        'sglang_schedule_policy = "fcfs"\n'
     )
     (workspace / "b.yaml").write_text(
         "lr: 1e-6\nuse_kl_loss: true\nkl-loss-coef: 1\nrollout_stop: [no, 12:30]\n"
-        "apply_chat_template: true\napply-chat-template-kwargs: {enable_thinking: false}\nsglang-schedule-policy: fcfs\n"
+        "apply_chat_template: true\napply-chat-template-kwargs: {enable_thinking: false}\n"
+        "sglang-schedule-policy: fcfs\n"
     )
     a, b = (resolve(["--dry-run", "--config", f, *model], EMPTY) for f in ("a.toml", "b.yaml"))
     assert a.train == b.train
@@ -211,7 +213,10 @@ def test_config_is_picklable_and_loads_without_torch(workspace: Path, start: lis
     config = resolve([*start, "--sglang-schedule-policy", "fcfs"], EMPTY)
     assert pickle.loads(pickle.dumps(config)) == config
     (workspace / "config.pickle").write_bytes(pickle.dumps(config))
-    code = "import pickle, sys; c = pickle.load(open('config.pickle', 'rb')); print(c.name); assert 'torch' not in sys.modules"
+    code = (
+        "import pickle, sys; c = pickle.load(open('config.pickle', 'rb')); "
+        "print(c.name); assert 'torch' not in sys.modules"
+    )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert loaded.stdout.strip() == config.name, loaded.stderr
 

@@ -5,7 +5,7 @@ from relax_cli.main import train_help
 from relax_cli.registry import namespace, settings_classes
 
 # All flags of the specification of `relax train`, by topic.
-FLAGS = """
+FLAG_WORDS = """
 sglang-profile sglang-profile-step-start sglang-profile-step-end sglang-profile-steps sglang-profile-num-steps
 sglang-profile-activities sglang-profile-by-stage sglang-profile-with-stack sglang-profile-record-shapes
 sglang-profile-output-dir use-pytorch-profiler profile-step-start profile-step-end profile-target profile-with-stack
@@ -35,7 +35,7 @@ eval-interval eval-prompt-data n-samples-per-eval-prompt eval-temperature eval-t
 skip-eval-before-train
 use-tensorboard tb-experiment-name use-wandb debug-rollout-only debug-train-only save-debug-rollout-data
 load-debug-rollout-data dry-run print-config config
-""".split()
+"""
 
 DEFAULTS = {
     "sglang_profile_num_steps": 3,
@@ -81,7 +81,7 @@ DEFAULTS = {
 
 def test_every_flag_of_the_specification_exists() -> None:
     flags = {name.replace("_", "-") for name in namespace().options}
-    assert not sorted(set(FLAGS) - flags)
+    assert not sorted(set(FLAG_WORDS.split()) - flags)
 
 
 @pytest.mark.parametrize("name", DEFAULTS)

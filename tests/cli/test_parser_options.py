@@ -20,7 +20,7 @@ class Example:
     rate: float | None = option(0.5, "Optional.")
     fast: bool = option(False, "Switch.")
     color: Literal["red", "green"] = option("red", "Choice.")
-    extra: dict[str, Any] | None = option(None, "JSON.")
+    extra: dict[str, Any] | None = option(None, "JSON.")  # noqa: RUF009
 
 
 EXAMPLE = Namespace(merge_options([Example]))

@@ -15,12 +15,12 @@ QWEN3_4B_8_GPUS = (
     "--colocate --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
     "--recompute-method uniform --recompute-num-layers 1 --use-dynamic-batch-size --max-tokens-per-gpu 9216 "
     "--sglang-mem-fraction-static 0.8"
-).split()
+)
 QWEN3_30B_16_GPUS = (
     "--fully-async --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --optimizer-cpu-offload "
     "--sglang-mem-fraction-static 0.6"
-).split()
+)
 
 
 def plan(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -42,7 +42,7 @@ def test_recommended_qwen3_4b(
     workspace: Path, capsys: pytest.CaptureFixture[str], gpus: Callable[[int], None], gpus_here: int
 ) -> None:
     gpus(gpus_here)
-    text = plan(["--hf-checkpoint", "qwen3-4b", "--prompt-data", "prompts.jsonl", *QWEN3_4B_8_GPUS], capsys)
+    text = plan(["--hf-checkpoint", "qwen3-4b", "--prompt-data", "prompts.jsonl", *QWEN3_4B_8_GPUS.split()], capsys)
     assert row(text, "GPUs") == "8 in all"
     assert row(text, "TP x PP x CP x DP") == "2 x 1 x 1 x 4 = 8 ranks"
     assert row(text, "engines") == "8 SGLang servers, 1 GPU each, on the same GPUs, in turn with the trainer"
@@ -57,7 +57,9 @@ def test_recommended_qwen3_30b_a3b(
     workspace: Path, capsys: pytest.CaptureFixture[str], gpus: Callable[[int], None], gpus_here: int
 ) -> None:
     gpus(gpus_here)
-    text = plan(["--hf-checkpoint", "qwen3-30b-a3b", "--prompt-data", "prompts.jsonl", *QWEN3_30B_16_GPUS], capsys)
+    text = plan(
+        ["--hf-checkpoint", "qwen3-30b-a3b", "--prompt-data", "prompts.jsonl", *QWEN3_30B_16_GPUS.split()], capsys
+    )
     assert row(text, "GPUs") == "16 in all"
     assert row(text, "TP x PP x CP x DP") == "2 x 1 x 1 x 4 = 8 ranks"
     assert row(text, "experts: EP x ETP x DP") == "2 x 2 x 2 a pipeline stage"
@@ -139,7 +141,8 @@ def test_files_that_will_be_written(workspace: Path, start: list[str], capsys: p
     words = ["--tb-experiment-name", "demo", "--save", "ckpt", "--save-interval", "5", "--save-hf", "hf/{rollout_id}"]
     words += ["--sglang-profile", "--use-pytorch-profiler", "--record-memory-history", "--save-debug-rollout-data"]
     text = plan([*start, *words, "samples/{rollout_id}.pkl"], capsys)
-    assert row(text, "TensorBoard") == f"{workspace}/runs/demo/tensorboard/"
+    assert row(text, "run directory") == f"{workspace}/runs/demo/"
+    assert row(text, "in it").endswith(", tensorboard/")
     assert row(text, "checkpoints") == f"{workspace}/ckpt/, every 5 rollouts and after the last rollout"
     assert row(text, "Hugging Face exports").startswith(f"{workspace}/hf/{{rollout_id}}")
     assert row(text, "SGLang traces") == f"{workspace}/traces/demo/sglang_trace/rollout_<id>/"

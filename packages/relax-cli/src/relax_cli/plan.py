@@ -201,14 +201,10 @@ def _size(n_bytes: int) -> str:
 
 
 def _files(config: RunConfig) -> Rows:
-    run = config.run_dir
-    rows = [
-        ("logs of all processes", f"{run / 'logs'}/"),
-        ("options of the run", f"{run / 'config.toml'}"),
-        ("metrics and summary", f"{run / 'metrics.jsonl'}, {run / 'summary.json'}, {run / 'reward.png'}"),
-    ]
+    names = ["logs/", "config.toml", "metrics.jsonl", "summary.json", "reward.png"]
     if config.logging.use_tensorboard:
-        rows.append(("TensorBoard", f"{run / 'tensorboard'}/"))
+        names.append("tensorboard/")
+    rows = [("run directory", f"{config.run_dir}/"), ("in it", ", ".join(names))]
     rows += _checkpoint_files(config)
     if config.debug.save_debug_rollout_data is not None:
         rows.append(("samples of each rollout", config.debug.save_debug_rollout_data))

@@ -1,0 +1,98 @@
+"""A model folder without weights, a prompt file, and a machine whose number of GPUs the test chooses."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+QWEN3_4B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 9728,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+}
+SMALL: dict[str, Any] = {
+    **QWEN3_4B,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "vocab_size": 128,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Chooses how many GPUs the driver of this machine reports; none to begin with."""
+
+    def choose(n: int) -> None:
+        monkeypatch.setattr("relax_cli.layout._driver_gpus", lambda: n)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    choose(0)
+    return choose
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: Callable[[int], None]) -> Path:
+    """The current directory of a test: model folders ``small`` (complete), ``qwen3-4b`` and ``qwen3-30b-a3b`` (only
+    their published hyper-parameters), and ``prompts.jsonl``."""
+    for name, config in (("small", SMALL), ("qwen3-4b", QWEN3_4B), ("qwen3-30b-a3b", QWEN3_30B_A3B)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / "small" / name).write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1+1=", "label": "2"}\n' * 4)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def model() -> list[str]:
+    """The options every start needs: the model and the data."""
+    return ["--hf-checkpoint", "small", "--prompt-data", "prompts.jsonl"]
+
+
+@pytest.fixture
+def start(model: list[str]) -> list[str]:
+    """Options that are enough for a real start."""
+    return [*model, "--num-rollout", "2", "--rm-type", "exact-match", "--n-samples-per-prompt", "4"]

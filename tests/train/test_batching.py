@@ -50,7 +50,7 @@ def test_no_micro_batch_exceeds_its_cap_and_every_sample_is_in_one(
 ) -> None:
     batch = make_batch(shapes)
     config = BatchSettings(use_dynamic_batch_size=True, max_tokens_per_gpu=cap, balance_data=balance)
-    plan = plan_micro_batches(batch, config, split, tokens_per_gpu=cap)
+    plan = plan_micro_batches(batch, config, split)
     assert len(plan) == split.dp_size
     assert len({len(rank) for rank in plan}) == 1
     assert sorted(i for rank in plan for row in rank for i in row) == list(range(len(batch)))
@@ -71,7 +71,7 @@ def test_no_micro_batch_exceeds_its_cap_and_every_sample_is_in_one(
 def test_static_micro_batches(n: int, size: int, dp: int, balance: bool) -> None:
     batch = make_batch([(2, 1 + 5 * i) for i in range(n)])
     config = BatchSettings(micro_batch_size=size, balance_data=balance)
-    plan = plan_micro_batches(batch, config, Split(dp_size=dp), tokens_per_gpu=None)
+    plan = plan_micro_batches(batch, config, Split(dp_size=dp))
     assert len({len(rank) for rank in plan}) == 1
     assert sorted(i for rank in plan for row in rank for i in row) == list(range(n))
     assert all(len(row) <= size for rank in plan for row in rank)
@@ -87,7 +87,7 @@ def test_balancing_evens_out_steps_and_ranks() -> None:
     assert [len(s) for s in steps] == [8, 8]
     tokens = [batch.total_lengths[s].sum() for s in steps]
     assert max(tokens) - min(tokens) <= 20
-    plan = plan_micro_batches(batch, config, Split(dp_size=4), tokens_per_gpu=None)
+    plan = plan_micro_batches(batch, config, Split(dp_size=4))
     loads = [sum(batch.total_lengths[i] for row in rank for i in row) for rank in plan]
     assert max(loads) - min(loads) <= 20
 
@@ -155,14 +155,19 @@ def test_a_sample_beyond_the_cap_is_named_with_the_arithmetic() -> None:
     batch = make_batch([(3, 2), (5, 60)])
     config = BatchSettings(use_dynamic_batch_size=True, max_tokens_per_gpu=32)
     with pytest.raises(ValueError, match=r"row:1 has 65 tokens \(padded 68\).*--max-tokens-per-gpu 32 x --context-par"):
-        plan_micro_batches(batch, config, Split(cp_size=2), tokens_per_gpu=32)
+        plan_micro_batches(batch, config, Split(cp_size=2))
+    config = BatchSettings(use_dynamic_batch_size=True, max_tokens_per_gpu=100, log_probs_max_tokens_per_gpu=20)
+    plan_micro_batches(batch, config, Split())
+    with pytest.raises(ValueError, match=r"row:1 .*--log-probs-max-tokens-per-gpu 20"):
+        plan_micro_batches(batch, config, Split(), forward_only=True)
+    config = BatchSettings(use_dynamic_batch_size=True, max_tokens_per_gpu=1)
     with pytest.raises(ValueError, match="--max-tokens-per-gpu 1 is less than the 16 tokens"):
-        plan_micro_batches(batch, config, Split(cp_size=2, sequence_size=8), tokens_per_gpu=1)
+        plan_micro_batches(batch, config, Split(cp_size=2, sequence_size=8))
 
 
 def test_a_sample_without_prompt_is_named() -> None:
     with pytest.raises(ValueError, match="row:0 has an empty prompt"):
-        build_micro_batch(make_batch([(0, 3)]), [0], Split())
+        plan_micro_batches(make_batch([(0, 3)]), BatchSettings(), Split())
 
 
 @pytest.mark.parametrize(

@@ -107,24 +107,62 @@ def optimizer_steps(batch: TrainBatch, settings: BatchSettings) -> list[list[int
     return [list(range(a, a + size)) for a in range(0, n, size)]
 
 
-def micro_batch_cap(tokens_per_gpu: int, split: Split) -> int:
-    """Most tokens, padding included, of a whole row: ``tokens_per_gpu`` x cp_size, down to a length that rows can have.
+def micro_batch_cap(settings: BatchSettings, split: Split, *, forward_only: bool = False) -> int | None:
+    """Most tokens, padding included, of a whole row: tokens per GPU x cp_size, down to a length that rows can have.
+
+    Args:
+        settings: the flags.
+        split: parallel sizes.
+        forward_only: whether the row is for a log-prob pass, which has its own flag.
+
+    Returns:
+        None without ``--use-dynamic-batch-size``.
 
     Raises:
         ValueError: not even the shortest row fits.
     """
+    if not settings.use_dynamic_batch_size:
+        return None
+    tokens = settings.log_probs_cap if forward_only else settings.max_tokens_per_gpu
+    assert tokens is not None, "--use-dynamic-batch-size needs --max-tokens-per-gpu"
     multiple = split.total_multiple
-    cap = tokens_per_gpu * split.cp_size // multiple * multiple
+    cap = tokens * split.cp_size // multiple * multiple
     if cap == 0:
         raise ValueError(
-            f"--max-tokens-per-gpu {tokens_per_gpu} is less than the {multiple} tokens that a micro-batch is padded to "
-            "by context and sequence parallelism: raise it"
+            f"{_cap_flag(settings, forward_only)} {tokens} is less than the {multiple} tokens that a micro-batch is "
+            "padded to by context and sequence parallelism: raise it"
         )
     return cap
 
 
+def _cap_flag(settings: BatchSettings, forward_only: bool) -> str:
+    own = forward_only and settings.log_probs_max_tokens_per_gpu is not None
+    return "--log-probs-max-tokens-per-gpu" if own else "--max-tokens-per-gpu"
+
+
+def check_samples(batch: TrainBatch, settings: BatchSettings, split: Split, *, forward_only: bool = False) -> None:
+    """Raises what would stop a pass over ``batch``, before anything has run.
+
+    Raises:
+        ValueError: a sample has no prompt, or is longer than a micro-batch may be; the message names it.
+    """
+    for i in np.flatnonzero(batch.response_lengths >= batch.total_lengths):
+        raise ValueError(f"{batch.names[i]} has an empty prompt: there is nothing that predicts its first token")
+    cap = micro_batch_cap(settings, split, forward_only=forward_only)
+    if cap is None:
+        return
+    lengths = split.padded(batch.total_lengths)
+    for i in np.flatnonzero(lengths > cap):
+        tokens = settings.log_probs_cap if forward_only else settings.max_tokens_per_gpu
+        raise ValueError(
+            f"{batch.names[i]} has {len(batch.tokens[i])} tokens (padded {lengths[i]}), more than a micro-batch may "
+            f"hold: {_cap_flag(settings, forward_only)} {tokens} x --context-parallel-size {split.cp_size}: raise one "
+            "of them, or lower --rollout-max-response-len"
+        )
+
+
 def plan_micro_batches(
-    batch: TrainBatch, settings: BatchSettings, split: Split, *, tokens_per_gpu: int | None
+    batch: TrainBatch, settings: BatchSettings, split: Split, *, forward_only: bool = False
 ) -> list[list[list[int]]]:
     """Which samples share a forward pass.
 
@@ -133,25 +171,19 @@ def plan_micro_batches(
         settings: static or dynamic batches. Dynamic ones are always balanced over ranks, static ones with
             ``--balance-data``.
         split: parallel sizes.
-        tokens_per_gpu: cap of a dynamic micro-batch (``--max-tokens-per-gpu`` or its log-probs variant).
+        forward_only: whether this is for a log-prob pass, which has its own cap.
 
     Returns:
         for each data-parallel rank equally many lists of sample indices; a list may be empty when there are fewer
         samples than ranks (:func:`build_micro_batch` then makes a row that trains nothing).
 
     Raises:
-        ValueError: a sample is longer than the cap; the message names it.
+        ValueError: as :func:`check_samples`.
     """
+    check_samples(batch, settings, split, forward_only=forward_only)
     lengths = split.padded(batch.total_lengths)
-    if settings.use_dynamic_batch_size:
-        assert tokens_per_gpu is not None, "--use-dynamic-batch-size needs --max-tokens-per-gpu"
-        cap = micro_batch_cap(tokens_per_gpu, split)
-        for i in np.flatnonzero(lengths > cap):
-            raise ValueError(
-                f"{batch.names[i]} has {len(batch.tokens[i])} tokens (padded {lengths[i]}), more than a micro-batch "
-                f"may hold: --max-tokens-per-gpu {tokens_per_gpu} x --context-parallel-size {split.cp_size}: raise one "
-                "of them, or lower --rollout-max-response-len"
-            )
+    cap = micro_batch_cap(settings, split, forward_only=forward_only)
+    if cap is not None:
         return pack(lengths, cap, dp_size=split.dp_size)
     size = settings.micro_batch_size
     if not settings.balance_data:
@@ -179,9 +211,6 @@ def build_micro_batch(
         indices: which, in this order; none gives the shortest row that is possible, with nothing to train.
         split: parallel sizes.
         columns: values per response token, for each name one ``[response]`` array for EVERY sample of ``batch``.
-
-    Raises:
-        ValueError: a sample has no prompt, so nothing predicts its first token.
     """
     columns = columns or {}
     lengths = split.padded(batch.total_lengths[np.asarray(indices, dtype=np.int64)])
@@ -200,8 +229,7 @@ def build_micro_batch(
     offsets = response_offsets(batch)
     for start, i in zip(cu[:-1].tolist(), indices, strict=False):
         length, response = len(batch.tokens[i]), int(batch.response_lengths[i])
-        if response >= length:
-            raise ValueError(f"{batch.names[i]} has an empty prompt: there is nothing that predicts its first token")
+        assert response < length, f"{batch.names[i]} has an empty prompt"
         tokens[start : start + length] = batch.tokens[i]
         labels[start : start + length - 1] = batch.tokens[i][1:]
         predictors = slice(start + length - response - 1, start + length - 1)

@@ -68,7 +68,7 @@ class Passes:
             ValueError: a sample does not fit into a micro-batch; the message names it.
         """
         layout = self._model.layout
-        rows = self._rows(batch, {}, tokens_per_gpu=self._settings.batch.log_probs_cap)
+        rows = self._rows(batch, {}, forward_only=True)
         total = int(response_offsets(batch)[-1])
         # One more place, where the positions that predict no response token go.
         flat = torch.zeros(total + 1, dtype=torch.float32, device=layout.device)
@@ -98,15 +98,15 @@ class Passes:
             ValueError: a sample does not fit into a micro-batch; the message names it.
         """
         self._model.config.finalize_model_grads_func = _finalize
-        rows = self._rows(batch, columns, tokens_per_gpu=self._settings.batch.max_tokens_per_gpu)
+        rows = self._rows(batch, columns, forward_only=False)
         with DeviceContext():
             sums = self._schedule(rows, self._row_loss, forward_only=False)
             return self._step_metrics(sums) | {"micro_batches": float(len(rows))}
 
     # ------------------------------------------------------------------ rows through the model
 
-    def _rows(self, batch: TrainBatch, columns: Columns, *, tokens_per_gpu: int | None) -> list[MicroBatch]:
-        plan = plan_micro_batches(batch, self._settings.batch, self.split, tokens_per_gpu=tokens_per_gpu)
+    def _rows(self, batch: TrainBatch, columns: Columns, *, forward_only: bool) -> list[MicroBatch]:
+        plan = plan_micro_batches(batch, self._settings.batch, self.split, forward_only=forward_only)
         mine = plan[self._model.layout.dp_rank]
         return [build_micro_batch(batch, indices, self.split, columns) for indices in mine]
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from relax_data.types import TrainBatch
 
 from relax_train.advantages import compute_advantages
-from relax_train.batching import optimizer_steps
+from relax_train.batching import check_samples, optimizer_steps
 from relax_train.export import weight_buckets
 from relax_train.hf_weights import load_hf_weights
 from relax_train.layout import Layout, setup_layout, teardown_layout
@@ -152,12 +152,16 @@ class Trainer:
     def _train(self, batch: TrainBatch, version: int, offset: int) -> dict[str, float]:
         settings, passes, clock = self._settings, _there(self._passes), _Clock(self.layout)
         steps = optimizer_steps(batch, settings.batch)
+        needs_old = len(steps) > 1 or settings.algorithm.kl_coef != 0
+        check_samples(batch, settings.batch, passes.split)
+        if needs_old or self._reference is not None:
+            check_samples(batch, settings.batch, passes.split, forward_only=True)
         old = ref = None
         with self._observer.phase("train_log_probs", offset):
             if self._reference is not None:
                 with clock.phase("ref_log_probs"), self._reference.put_in():
                     ref = passes.log_probs(batch)
-            if len(steps) > 1 or settings.algorithm.kl_coef != 0:
+            if needs_old:
                 with clock.phase("log_probs"):
                     old = passes.log_probs(batch)
         advantages = compute_advantages(batch, settings.algorithm, old_log_probs=old, ref_log_probs=ref)

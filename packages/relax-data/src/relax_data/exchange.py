@@ -6,6 +6,10 @@ import numpy as np
 
 _GOOD = 5e-4
 """Relative gap within a slot, and between ranks, below which nothing more is to be won."""
+_RANKS_GOOD, _RANKS_GOOD_FEW, _FEW_SLOTS = 8e-4, 1.5e-2, 8
+"""How far the costliest rank may be above the mean, with at least so many slots, and with fewer: then evening the ranks
+further costs more in lock-step than it wins."""
+_ALLOWANCES = (0.0, 0.005, 0.02, np.inf)
 _PARTNERS = 12
 """So many of the lightest bins are tried as partners of the heaviest one."""
 
@@ -24,11 +28,16 @@ class Bins:
         self.items = items
         self.cap = cap
         self._tokens, self._cost = tokens, cost
+        self._members: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.tokens = np.array([int(tokens[b].sum()) for b in items], dtype=np.int64)
         self.costs = np.array([float(cost[b].sum()) for b in items])
 
     def __len__(self) -> int:
         return len(self.items)
+
+    def largest(self, which: int) -> float:
+        """Cost of the costliest member of a bin; 0 for an empty one."""
+        return float(self._with_none(which)[1].max())
 
     def push_under_cap(self) -> bool:
         """Exchanges samples of bins over the cap with lighter ones; False when that leads nowhere."""
@@ -53,32 +62,87 @@ class Bins:
             if not any(self._even_costs(top, b, self.costs[top] - self.costs[b]) for b in partners):
                 return
 
-    def even_ranks(self, slots: Sequence[Sequence[int]]) -> None:
-        """Evens the sum of each rank's bins by exchanges within slots, which keeps the slots about as even.
+    def raise_to(self, low: int, target: float, donors: Sequence[int]) -> None:
+        """Brings the cost of bin ``low`` up to ``target``, never above, with members of other bins."""
+        for _ in range(6):
+            gap = target - float(self.costs[low])
+            if gap <= _GOOD * target or not self._raise_once(low, gap, donors):
+                return
+
+    def _raise_once(self, low: int, gap: float, donors: Sequence[int]) -> bool:
+        own = sorted(self.items[low], key=lambda i: (self._tokens[i], i))
+        theirs = np.array([i for d in donors for i in self.items[d]], dtype=np.int64)
+        if not len(theirs):
+            return False
+        sizes = [len(self.items[d]) for d in donors]
+        bin_of = np.repeat(np.array(donors), sizes)
+        # What goes back for a member of theirs: nothing, one of ours, or our two, three, ... shortest. The last kind
+        # raises a bin that is full: one long sample costs more than short ones of as many tokens.
+        backs = [[], *([i] for i in own), *(own[:k] for k in range(2, len(own)))]
+        back_cost = np.array([self._cost[b].sum() for b in backs])
+        back_tokens = np.array([self._tokens[b].sum() for b in backs], dtype=np.int64)
+        gain = self._cost[theirs][None, :] - back_cost[:, None]
+        moved = self._tokens[theirs][None, :] - back_tokens[:, None]
+        fits = (gain > 0) & (gain <= gap) & (self.tokens[low] + moved <= self.cap)
+        fits &= self.tokens[bin_of][None, :] - moved <= self.cap
+        fits[0] &= np.repeat(np.array(sizes), sizes) > 1
+        gain = np.where(fits, gain, 0.0)
+        i, at = divmod(int(gain.argmax()), len(theirs))
+        if gain[i, at] <= 0:
+            return False
+        self._give(low, int(bin_of[at]), backs[i], [int(theirs[at])])
+        return True
+
+    def even_ranks(self, slots: list[list[int]]) -> None:
+        """Evens the sum of each rank's bins: by swaps of whole bins within a slot, then by exchanges of samples there.
+
+        An exchange that makes a slot's costliest bin costlier costs time in lock-step, so those that do not come
+        first, then those that do so by a little.
 
         Args:
-            slots: for each slot the bin of each rank.
+            slots: for each slot the bin of each rank; changed in place.
         """
         table = np.array(slots)
-        for _ in range(8 * table.shape[1]):
-            loads = self.costs[table].sum(axis=0)
-            order = np.argsort(loads, kind="stable")
-            top = int(order[-1])
-            if loads[top] - loads[order[0]] <= _GOOD * loads[top]:
-                return
-            if not any(self._even_rank_pair(table, top, int(r), loads[top] - loads[r]) for r in order[:-1][:_PARTNERS]):
-                return
+        good = _RANKS_GOOD if len(table) >= _FEW_SLOTS else _RANKS_GOOD_FEW
+        for allowance in _ALLOWANCES:
+            for _ in range(4 * table.shape[1]):
+                loads = self.costs[table].sum(axis=0)
+                order = np.argsort(loads, kind="stable")
+                top = int(order[-1])
+                if loads[top] <= (1 + good) * loads.mean():
+                    slots[:] = table.tolist()
+                    return
+                others = [(int(r), float(loads[top] - loads[r])) for r in order[:-1][:_PARTNERS]]
+                if not (
+                    any(self._swap_bins(table, top, r, gap) for r, gap in others)
+                    or any(self._even_rank_pair(table, top, r, gap, allowance) for r, gap in others)
+                ):
+                    break
+        slots[:] = table.tolist()
 
-    def _even_rank_pair(self, table: np.ndarray, top: int, low: int, gap: float) -> bool:
+    def _swap_bins(self, table: np.ndarray, top: int, low: int, gap: float) -> bool:
+        """Swaps the bins of two ranks in the slot where that evens the ranks best; the slots stay as they are."""
+        left = np.abs(gap - 2.0 * (self.costs[table[:, top]] - self.costs[table[:, low]]))
+        k = int(left.argmin())
+        if left[k] >= 0.7 * gap:
+            return False
+        table[k, [top, low]] = table[k, [low, top]]
+        return True
+
+    def _even_rank_pair(self, table: np.ndarray, top: int, low: int, gap: float, allowance: float) -> bool:
         """The one exchange, in whatever slot, that evens the two ranks best."""
         best: tuple[float, int, int, int] | None = None
-        for k in range(len(table)):
-            found = self._best_exchange(int(table[k, top]), int(table[k, low]), gap, self._cost)
+        ceilings = self.costs[table].max(axis=1) * (1 + allowance)
+        for k, ceiling in enumerate(ceilings.tolist()):
+            a, b = int(table[k, top]), int(table[k, low])
+            if self.costs[b] >= ceiling:
+                continue
+            found = self._best_exchange(a, b, gap, ceiling=ceiling)
             if found is not None and (best is None or found[0] < best[0]):
                 best = (found[0], k, found[1], found[2])
-                if best[0] <= 0.05 * gap:
+                if best[0] <= 0.1 * gap:
                     break
-        if best is None:
+        if best is None or best[0] > 0.98 * gap:
             return False
         _, k, i, j = best
         self._exchange(int(table[k, top]), int(table[k, low]), i, j)
@@ -86,34 +150,46 @@ class Bins:
 
     def _even_tokens(self, heavy: int, light: int) -> bool:
         gap = float(self.tokens[heavy] - self.tokens[light])
-        found = self._best_exchange(heavy, light, gap, self._tokens, capped=False)
+        found = self._best_exchange(heavy, light, gap, by_cost=False, capped=False)
         if found is None:
             return False
         self._exchange(heavy, light, found[1], found[2])
         return True
 
     def _even_costs(self, heavy: int, light: int, gap: float) -> bool:
-        found = self._best_exchange(heavy, light, gap, self._cost)
+        found = self._best_exchange(heavy, light, gap)
         if found is None:
             return False
         self._exchange(heavy, light, found[1], found[2])
         return True
 
     def _best_exchange(
-        self, heavy: int, light: int, gap: float, weight: np.ndarray, *, capped: bool = True
+        self,
+        heavy: int,
+        light: int,
+        gap: float,
+        *,
+        by_cost: bool = True,
+        capped: bool = True,
+        ceiling: float | None = None,
     ) -> tuple[float, int, int] | None:
         """The exchange that makes ``gap`` (heavy minus light) smallest: the gap left, and a position in each bin.
 
-        A position equal to the number of members stands for none: the other member just moves.
+        A position equal to the number of members stands for none: the other member just moves. ``ceiling`` bounds the
+        cost that the light bin may come to.
         """
         a, b = self.items[heavy], self.items[light]
         if not a:
             return None
-        weight_a, weight_b = np.append(weight[a], 0), np.append(weight[b], 0)
-        left = np.abs(gap - 2.0 * (weight_a[:, None] - weight_b[None, :]))
+        tokens_a, cost_a = self._with_none(heavy)
+        tokens_b, cost_b = self._with_none(light)
+        moved = tokens_a[:, None] - tokens_b
+        out = cost_a[:, None] - cost_b if by_cost else moved
+        left = np.abs(gap - 2.0 * out)
+        if ceiling is not None:
+            left[out > ceiling - self.costs[light]] = np.inf
         if capped:
-            moved = np.append(self._tokens[a], 0)[:, None] - np.append(self._tokens[b], 0)[None, :]
-            left[(self.tokens[light] + moved > self.cap) | (self.tokens[heavy] - moved > self.cap)] = np.inf
+            left[(moved > self.cap - self.tokens[light]) | (moved < self.tokens[heavy] - self.cap)] = np.inf
         if len(a) == 1:
             left[0, -1] = np.inf
         if len(b) == 1:
@@ -123,13 +199,22 @@ class Bins:
         value = float(left[i, j])
         return (value, i, j) if value < abs(gap) * (1 - 1e-9) else None
 
+    def _with_none(self, which: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and costs of the members of a bin, and a zero behind them that stands for no member."""
+        if which not in self._members:
+            index = self.items[which]
+            self._members[which] = (np.append(self._tokens[index], 0), np.append(self._cost[index], 0.0))
+        return self._members[which]
+
     def _exchange(self, heavy: int, light: int, i: int, j: int) -> None:
-        a, b = self.items[heavy], self.items[light]
-        out = [a.pop(i)] if i < len(a) else []
-        back = [b.pop(j)] if j < len(b) else []
-        a += back
-        b += out
-        for which in (heavy, light):
+        self._give(heavy, light, self.items[heavy][i : i + 1], self.items[light][j : j + 1])
+
+    def _give(self, a: int, b: int, from_a: list[int], from_b: list[int]) -> None:
+        """Bin ``a`` gives ``from_a`` and gets ``from_b``."""
+        self.items[a] = [i for i in self.items[a] if i not in from_a] + from_b
+        self.items[b] = [i for i in self.items[b] if i not in from_b] + from_a
+        for which in (a, b):
+            self._members.pop(which, None)
             # Summed anew: differences would drift.
             self.tokens[which] = self._tokens[self.items[which]].sum()
             self.costs[which] = self._cost[self.items[which]].sum()

@@ -2,8 +2,8 @@
 
 Ranks of one step run in lock-step (they meet in every all-reduce, and with pipeline parallelism in every slot), so
 slot ``k`` takes as long as the slowest ``k``-th micro-batch. :func:`pack` therefore fills ``m`` bins under the cap,
-where ``m`` is the lower bound ``ceil(sum / cap)`` rounded up to what all ranks need, puts bins of like cost into one
-slot, and exchanges samples until slots and ranks are even. All of it is deterministic.
+where ``m`` is the lower bound ``ceil(sum / cap)`` rounded up to what all ranks need, puts bins with samples of like
+cost into one slot, and exchanges samples until slots and ranks are even. All of it is deterministic.
 """
 
 import dataclasses
@@ -17,6 +17,8 @@ from relax_data.exchange import Bins, even_by_swaps
 
 Cost = Callable[[np.ndarray], np.ndarray] | Sequence[float] | np.ndarray
 
+_DONORS = 16
+"""So many of the bins next in turn give samples to a slot."""
 _TRIES = 3
 """Numbers of bins that are tried before the best-fit packing decides."""
 
@@ -204,14 +206,36 @@ def _add_bins(bins: list[list[int]], count: int) -> list[list[int]]:
 
 def _spread(bins: Bins, dp_size: int) -> list[list[list[int]]]:
     """Bins of like cost into one slot, evened there, then dealt so that the ranks come out even."""
-    order = sorted(range(len(bins)), key=lambda b: (-bins.costs[b], b))
-    slots = [order[k : k + dp_size] for k in range(0, len(order), dp_size)]
+    slots = _slots(bins, dp_size)
     if dp_size > 1:
-        for slot in slots:
-            bins.even_out(slot)
         slots = _deal(bins, slots, dp_size)
         bins.even_ranks(slots)
     return [[sorted(bins.items[slot[r]]) for slot in slots] for r in range(dp_size)]
+
+
+def _slots(bins: Bins, dp_size: int) -> list[list[int]]:
+    """The ``dp_size`` bins with the costliest samples make a slot, which is evened; then the next ones.
+
+    What a full bin of one long sample costs cannot be had with short ones, so slots differ in cost; within a slot the
+    cheaper bins are filled up to the costliest one at the expense of the slots that follow.
+    """
+
+    def stiffest_first(b: int) -> tuple[float, float, int]:
+        # A bin costs at least what its costliest sample does. Bins of small samples can become anything: they go last.
+        return -bins.largest(b), -float(bins.costs[b]), b
+
+    rest = sorted(range(len(bins)), key=stiffest_first)
+    slots = []
+    while rest:
+        slot, rest = rest[:dp_size], rest[dp_size:]
+        if dp_size > 1:
+            bins.even_out(slot)
+            target = float(bins.costs[slot].max())
+            for b in sorted(slot, key=stiffest_first):
+                bins.raise_to(b, target, rest[:_DONORS])
+            rest.sort(key=stiffest_first)
+        slots.append(slot)
+    return slots
 
 
 def _deal(bins: Bins, slots: list[list[int]], dp_size: int) -> list[list[int]]:

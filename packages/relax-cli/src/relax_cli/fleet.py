@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 ENGINE_START_DEADLINE_S = 1800.0
 """Loading a large checkpoint and capturing CUDA graphs can take many minutes."""
 SETUP_DEADLINE_S = 1800.0
+ENGINE_PROGRESS_S = 20.0
+"""How often a start says what the first engine is doing."""
 CALL_DEADLINE_S = 24 * 3600.0
 """No generation or training step of ours lasts a day; a wait this long is a hang."""
 STOP_DEADLINE_S = 8.0
@@ -150,10 +152,10 @@ class Fleet:
                 raise StopRequested("the engines to start")
             if now - start > ENGINE_START_DEADLINE_S:
                 raise TimeoutError(f"waited {now - start:.0f} s for the engines to be healthy: giving up")
-            if pending and now - told >= 10:
+            if pending and now - told >= ENGINE_PROGRESS_S:
                 told = now
                 latest = wait_for(self._engine_actors[0].progress.remote(), "engine0", deadline_s=60)
-                self._note(f"engine0: {latest}")
+                self._note(f"waiting for {len(pending)} engine(s) to load; engine0: {latest or 'starting'}")
         self.engine_info = ray.get(results)
         self._note(f"{len(results)} SGLang engine(s) healthy")
 

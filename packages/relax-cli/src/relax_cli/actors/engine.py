@@ -25,7 +25,7 @@ class EngineActor:
         """
         from relax_rollout.sglang.server import SGLangServer
 
-        self._progress = "not started"
+        self._progress = ""
         self._log_path = Path(config.run_dir) / "logs" / f"{name}.log"
         self._server = SGLangServer(
             config.sglang,
@@ -62,7 +62,7 @@ class EngineActor:
         return {"name": self.name, "url": self._server.url, "log_path": str(self._log_path), "pid": self._server.pid}
 
     def progress(self) -> str:
-        """What :meth:`start` is waiting for now."""
+        """The seconds :meth:`start` has waited and the last line of the server's log; empty before that."""
         return self._progress
 
     def alive(self) -> bool:

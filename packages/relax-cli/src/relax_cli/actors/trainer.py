@@ -55,7 +55,9 @@ class TrainActor:
             observer=self._observer(),
         )
         self._trainer.setup()
-        return {"parameters": self._trainer.parameter_count, "layout": str(self._trainer.layout)}
+        sizes = self._trainer.layout
+        layout = f"TP {sizes.tp_size} x PP {sizes.pp_size} x CP {sizes.cp_size} x DP {sizes.dp_size}"
+        return {"parameters": self._trainer.parameter_count, "layout": layout}
 
     def _observer(self) -> Any:
         from relax_train.observer import NullObserver

@@ -1,0 +1,93 @@
+"""What a user sees when a run fails: the cause in one line, an exit code, and nothing that hangs or stays."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+BAD_REWARD = """
+def reward(sample):
+    if sample.prompt.ordinal >= 6:
+        raise KeyError("no such answer")
+    return 1.0
+"""
+
+
+def test_a_reward_that_raises_names_sample_and_function(task: Any, relax: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "my_reward.py").write_text(BAD_REWARD)
+    run = relax(
+        "train",
+        *task.flags(rm_type=None, custom_rm_path="my_reward:reward", debug_rollout_only=True, num_rollout=3),
+        env={"PYTHONPATH": str(tmp_path)},
+    )
+    assert run.finish() == 1, run.output
+    assert len(run.steps()) == 1, "the rollout before the faulty sample is kept"
+    assert "FAILED" in run.output
+    assert f"{task.train.name}:7" in run.output, "file and line of the sample"
+    assert "my_reward:reward" in run.output
+    assert "no such answer" in run.output
+    assert run.survivors(30) == []
+
+
+def test_an_engine_that_dies_during_generation_ends_the_run_with_its_last_words(
+    task: Any, relax: Callable[..., Any]
+) -> None:
+    run = relax("train", *task.flags(num_rollout=1000, rollout_max_response_len=200, debug_rollout_only=True))
+    run.wait_for(lambda: len(run.steps()) >= 1, "first step")
+    servers = [p for p in run.seen if p.is_running() and "sglang.launch_server" in " ".join(p.cmdline())]
+    assert servers
+    killed_at = time.monotonic()
+    for server in servers:
+        if "guardian" not in " ".join(server.cmdline()):
+            server.kill()
+    assert run.finish(120) == 1, run.output
+    assert time.monotonic() - killed_at < 60, "nothing hangs"
+    assert "EngineDied" in run.output
+    assert "engine0" in run.output
+    assert "Last lines of" in run.output
+    assert run.survivors(30) == []
+
+
+def test_sigterm_finishes_the_step_and_saves_it(task: Any, relax: Callable[..., Any], tmp_path: Path) -> None:
+    run = relax("train", *task.flags(num_rollout=1000, save=tmp_path / "checkpoints"))
+    run.wait_for(lambda: len(run.steps()) >= 2, "second step")
+    asked = time.monotonic()
+    run.process.send_signal(signal.SIGTERM)
+    code = run.finish(60)
+    assert time.monotonic() - asked < 30, "a step of this model takes a second"
+    assert code == 128 + signal.SIGTERM, run.output
+    assert "SIGTERM" in run.output
+    assert "Summary" in run.output
+    assert (tmp_path / "checkpoints").is_dir()
+    assert any((tmp_path / "checkpoints").iterdir()), "the last finished step is saved"
+    assert run.survivors(30) == []
+
+
+def test_training_from_saved_rollouts_needs_no_engine(task: Any, relax: Callable[..., Any], tmp_path: Path) -> None:
+    data = tmp_path / "rollout_{rollout_id}.jsonl"
+    first = relax("train", *task.flags(save_debug_rollout_data=data, num_rollout=2), folder=sub(tmp_path, "a"))
+    assert first.finish() == 0, first.output
+    again = relax(
+        "train",
+        *task.flags(load_debug_rollout_data=data, debug_train_only=True, num_rollout=2),
+        folder=sub(tmp_path, "b"),
+    )
+    assert again.finish() == 0, again.output
+    assert not (again.folder / "runs" / "run" / "logs" / "engine0.log").exists()
+    for a, b in zip(first.steps(), again.steps(), strict=True):
+        assert b["train/loss"] == pytest.approx(a["train/loss"], abs=1e-6)
+        assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"], rel=1e-4)
+        # Invariant 6 in the run itself: the engine sampled with the weights that the trainer had.
+        assert a["train/logprob_diff_max"] < 1e-4
+
+
+def sub(folder: Path, name: str) -> Path:
+    (folder / name).mkdir()
+    return folder / name
+
+

@@ -1,0 +1,110 @@
+"""The whole loop: Ray, SGLang, megatron-core, weight updates; resume after a kill; nothing left behind."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from relax_cli.debug_data import load_groups
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+STEPS = 10
+
+
+def prompts_by_rollout(folder: Path) -> dict[int, list[int]]:
+    """Ordinals of the prompts of each saved rollout."""
+    found = {}
+    for path in folder.glob("rollout_*.jsonl"):
+        found[int(path.stem.removeprefix("rollout_"))] = [g.prompt.ordinal for g in load_groups(path)]
+    return found
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    assert tensors, f"no weights in {folder}"
+    return tensors
+
+
+def test_ten_steps_equal_five_a_kill_and_five(task: Any, relax: Callable[..., Any], tmp_path: Path) -> None:
+    """Invariants 1 and 6 over a real run, and everything a run writes."""
+
+    def flags(name: str, **changes: Any) -> list[str]:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        # Greedy responses to one prompt are equal, so their advantages are zero: the entropy bonus moves the weights.
+        return task.flags(
+            num_rollout=STEPS,
+            rollout_temperature=0,
+            entropy_coef=0.01,
+            rollout_shuffle=True,
+            save=folder / "checkpoints",
+            save_interval=5,
+            save_hf=folder / "hf_{rollout_id}",
+            save_debug_rollout_data=folder / "rollout_{rollout_id}.jsonl",
+            **changes,
+        )
+
+    straight = relax(
+        "train",
+        *flags("straight", eval_interval=5, eval_prompt_data=["heldout", task.heldout]),
+        folder=mkdir(tmp_path / "a"),
+    )
+    assert straight.finish(600) == 0, straight.output
+    assert straight.survivors(30) == []
+    check_artifacts(straight)
+
+    killed = relax("train", *flags("parts"), folder=mkdir(tmp_path / "b"))
+    killed.wait_for(lambda: len(killed.steps()) >= 6, "sixth step")
+    os.kill(killed.process.pid, signal.SIGKILL)
+    killed.process.wait()
+    assert killed.survivors(90) == [], "processes outlive a killed driver"
+
+    resumed = relax("train", *flags("parts", load=tmp_path / "parts" / "checkpoints"), folder=mkdir(tmp_path / "c"))
+    assert resumed.finish(600) == 0, resumed.output
+    assert "resumed from rollout 4" in resumed.output
+    assert [m["step"] for m in resumed.steps()] == list(range(5, STEPS)), "rollout ids are absolute"
+
+    one, two = prompts_by_rollout(tmp_path / "straight"), prompts_by_rollout(tmp_path / "parts")
+    assert sorted(one) == list(range(STEPS))
+    assert one == two, "a resumed run takes the same prompts in the same order"
+    in_order = [ordinal for rollout_id in range(STEPS) for ordinal in one[rollout_id]]
+    assert in_order == list(range(len(in_order))), "every prompt once"
+
+    first, last = weights(task.model), weights(tmp_path / "straight" / f"hf_{STEPS - 1}")
+    again = weights(tmp_path / "parts" / f"hf_{STEPS - 1}")
+    assert max((last[k] - first[k]).abs().max().item() for k in first) > 1e-4, "training changed the weights"
+    assert max((last[k] - again[k]).abs().max().item() for k in last) <= 1e-5
+
+
+def mkdir(path: Path) -> Path:
+    path.mkdir(parents=True)
+    return path
+
+
+def check_artifacts(run: Any) -> None:
+    """Everything a finished run leaves for its user."""
+    folder = run.folder / "runs" / "run"
+    for name in ("summary.json", "metrics.jsonl", "reward.png", "config.toml"):
+        assert (folder / name).stat().st_size > 0, name
+    assert list((folder / "tensorboard").glob("events*"))
+    for name in ("driver", "engine0", "rollout", "trainer_rank0"):
+        assert (folder / "logs" / f"{name}.log").exists(), name
+    steps = run.steps()
+    assert [m["step"] for m in steps] == list(range(STEPS))
+    for m in steps:
+        # Invariant 6: greedy tokens, so the engine's log-probs are those of temperature 1 on both sides.
+        assert m["rollout/staleness_max"] == 0
+        for phase in ("generate", "train", "weight_update"):
+            assert m[f"time/{phase}"] > 0, phase
+    assert any("eval/heldout/reward" in m for m in run.metrics())
+    assert run.output.count("step ") >= STEPS
+    assert "\x1b[" not in run.output, "plain lines when the output is not a terminal"
+    assert "Summary" in run.output
+    assert str(folder) in run.output

@@ -40,7 +40,8 @@ class Progress:
 
     def evaluation(self, rollout_id: int, scalars: dict[str, float]) -> None:
         """The line of one evaluation."""
-        values = "  ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in scalars.items())
+        shown = {k: v for k, v in scalars.items() if k.endswith("/reward") or "/pass@" in k}
+        values = "  ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in shown.items())
         self.note(f"eval before step {rollout_id}  {values}", style="bold")
 
     def summary(self, rows: Sequence[tuple[str, str]]) -> None:

@@ -246,8 +246,9 @@ def _rows(actions: Iterable[argparse.Action]) -> dict[str, dict[str, Any]]:
         if action.nargs in ("+", "*") or (isinstance(action.nargs, int) and action.nargs > 1):
             row["many"] = True
         if action.choices is not None:
-            # Some choices are enumerations; on the command line their value counts.
-            row["choices"] = [getattr(c, "value", c) for c in action.choices]
+            # Some choices are enumerations: their value counts on the command line. Sets have no order of their own.
+            choices = [getattr(c, "value", c) for c in action.choices]
+            row["choices"] = sorted(choices) if isinstance(action.choices, set | frozenset) else choices
         main = names[0]
         rows[main] = row
         for other in names[1:]:

@@ -11,6 +11,7 @@ It writes ``pid <n>`` to its standard output once the command runs, and exits wi
 
 import contextlib
 import ctypes
+import getpass
 import os
 import select
 import shutil
@@ -92,8 +93,9 @@ class Guardian:
         # Sockets and temporary files of the tree go into one folder that is removed at the end.
         self.folder = tempfile.mkdtemp(prefix="relax-engine-")
         environment = {**os.environ, "TMPDIR": self.folder}
-        # The compile cache outlives a run.
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "relax-inductor"))
+        # The compile cache outlives a run: it stays where torch has it.
+        cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
         self.wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         os.set_blocking(self.wake_read, False)

@@ -1,0 +1,193 @@
+"""The client against a real SGLang server: exact tokens and log-probabilities, abort, pause, memory, profile."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from relax_rollout.engine import GenerateRequest, GenerateResult, SamplingParams
+from relax_rollout.sglang.client import SGLangEngine
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+PROMPT = [10, 11, 12, 13, 14]
+LONG = SamplingParams(max_new_tokens=1500, ignore_eos=True)
+
+
+@pytest.fixture
+async def engine(sglang_server: Any) -> AsyncIterator[SGLangEngine]:
+    engine = SGLangEngine(sglang_server.url, name="engine0", log_path=sglang_server.log_path)
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+def request(rid: str, n: int = 12, *, prompt: list[int] = PROMPT, **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(rid=rid, input_ids=prompt, sampling=SamplingParams(max_new_tokens=n, **sampling))
+
+
+def error_of(model: Any, result: GenerateResult, temperature: float = 1.0, prompt: list[int] = PROMPT) -> float:
+    """Largest difference to the log-probabilities that transformers computes for the same tokens."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + result.tokens])).logits[0] / temperature
+    expected = torch.log_softmax(logits, -1)
+    first = len(prompt) - 1
+    return max(abs(float(expected[first + i, t]) - result.log_probs[i]) for i, t in enumerate(result.tokens))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_log_probabilities_are_those_of_the_tempered_model(
+    engine: SGLangEngine, model: Any, temperature: float
+) -> None:
+    result = await engine.generate(request("a", 20, temperature=temperature, ignore_eos=True))
+    assert result.finish_reason == "length"
+    assert len(result.tokens) == len(result.log_probs) == len(result.versions) == 20
+    assert error_of(model, result, temperature) < 1e-4
+
+
+async def test_greedy_tokens_are_those_of_transformers(engine: SGLangEngine, model: Any) -> None:
+    result = await engine.generate(request("a", 10, temperature=0.0, ignore_eos=True))
+    tokens = list(PROMPT)
+    with torch.no_grad():
+        for _ in range(10):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert result.tokens == tokens[len(PROMPT) :]
+
+
+async def test_a_stop_token_ends_the_response_and_is_part_of_it(engine: SGLangEngine) -> None:
+    free = await engine.generate(request("a", 10, temperature=0.0, ignore_eos=True))
+    stop = free.tokens[3]
+    result = await engine.generate(request("b", 10, temperature=0.0, stop_token_ids=(stop,)))
+    assert result.finish_reason == "stop"
+    assert result.tokens == free.tokens[: free.tokens.index(stop) + 1]
+
+
+async def test_streamed_and_whole_answers_agree(engine: SGLangEngine, sglang_server: Any, model: Any) -> None:
+    stream = SGLangEngine(sglang_server.url, name="engine0", track_versions_in_flight=True)
+    whole = await engine.generate(request("a", 15, temperature=0.0, ignore_eos=True))
+    streamed = await stream.generate(request("a", 15, temperature=0.0, ignore_eos=True))
+    await stream.close()
+    assert streamed.tokens == whole.tokens
+    assert streamed.versions == whole.versions
+    assert error_of(model, streamed) < 1e-4
+
+
+async def test_an_abort_returns_what_there_is_and_spares_ids_that_begin_alike(engine: SGLangEngine, model: Any) -> None:
+    one = asyncio.create_task(engine.generate(GenerateRequest(rid="s1", input_ids=PROMPT, sampling=LONG)))
+    ten = asyncio.create_task(engine.generate(GenerateRequest(rid="s10", input_ids=PROMPT, sampling=LONG)))
+    await asyncio.sleep(1.0)
+    await engine.abort("s1")
+    result = await asyncio.wait_for(one, 60)
+    assert result.finish_reason == "abort"
+    assert not ten.done()
+    await engine.abort()
+    other = await asyncio.wait_for(ten, 60)
+    assert other.finish_reason == "abort"
+    assert 0 < len(other.tokens) < 1500
+    assert error_of(model, other) < 1e-4
+
+
+async def test_an_abort_that_comes_with_the_request_is_not_lost(engine: SGLangEngine) -> None:
+    task = asyncio.create_task(engine.generate(GenerateRequest(rid="early", input_ids=PROMPT, sampling=LONG)))
+    await asyncio.sleep(0)
+    await engine.abort("early")
+    result = await asyncio.wait_for(task, 60)
+    assert result.finish_reason == "abort"
+    assert len(result.tokens) < 1500
+
+
+async def test_a_continued_sequence_goes_on_where_it_was(engine: SGLangEngine, model: Any) -> None:
+    first = await engine.generate(request("a", 6, ignore_eos=True))
+    longer = PROMPT + first.tokens
+    second = await engine.generate(request("b", 6, prompt=longer, ignore_eos=True))
+    assert error_of(model, second, prompt=longer) < 1e-4
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_pause_holds_requests_and_resume_finishes_them(engine: SGLangEngine, model: Any, mode: Any) -> None:
+    task = asyncio.create_task(engine.generate(request("a", 300, ignore_eos=True)))
+    await asyncio.sleep(0.5)
+    await engine.pause(mode)
+    late = asyncio.create_task(engine.generate(request("b", 3, ignore_eos=True)))
+    await asyncio.sleep(0.5)
+    assert not late.done()
+    await engine.resume()
+    result = await asyncio.wait_for(task, 120)
+    assert len(result.tokens) == 300
+    assert error_of(model, result) < 1e-4
+    assert len((await asyncio.wait_for(late, 60)).tokens) == 3
+
+
+async def test_pause_that_aborts_leaves_the_engine_idle(engine: SGLangEngine) -> None:
+    tasks = [
+        asyncio.create_task(engine.generate(GenerateRequest(rid=f"r{i}", input_ids=PROMPT, sampling=LONG)))
+        for i in range(4)
+    ]
+    await asyncio.sleep(0.5)
+    await engine.pause("abort")
+    results = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    assert {r.finish_reason for r in results} == {"abort"}
+    await engine.flush_cache()
+    await engine.resume()
+
+
+async def test_flush_says_what_it_waits_for(sglang_server: Any) -> None:
+    engine = SGLangEngine(sglang_server.url, name="engine0", control_timeout_s=1.0)
+    task = asyncio.create_task(engine.generate(GenerateRequest(rid="a", input_ids=PROMPT, sampling=LONG)))
+    await asyncio.sleep(0.5)
+    with pytest.raises(TimeoutError, match="requests were still running after 1 s"):
+        await engine.flush_cache()
+    task.cancel()
+    await engine.pause("abort")
+    await engine.resume()
+    await engine.close()
+
+
+async def test_a_response_that_takes_too_long_is_ended(sglang_server: Any) -> None:
+    engine = SGLangEngine(sglang_server.url, name="engine0", generate_timeout_s=1.0)
+    with pytest.raises(TimeoutError, match="request slow was not finished after 1 s|did not answer /generate"):
+        await engine.generate(GenerateRequest(rid="slow", input_ids=PROMPT, sampling=LONG))
+    await engine.flush_cache()
+    await engine.close()
+
+
+async def test_bad_requests_name_the_reason(engine: SGLangEngine) -> None:
+    with pytest.raises(ValueError, match="engine0 refused a request .*longer than the model's context length"):
+        await engine.generate(request("a", 5, prompt=[10] * 3000))
+    with pytest.raises(ValueError, match="max_new_tokens is 0"):
+        await engine.generate(request("a", 0))
+    task = asyncio.create_task(engine.generate(request("twice", 5)))
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="request id twice is in use"):
+        await engine.generate(request("twice", 5))
+    await task
+
+
+async def test_versions_and_server_info(engine: SGLangEngine) -> None:
+    version = await engine.weight_version()
+    result = await engine.generate(request("a", 5, ignore_eos=True))
+    assert result.versions == [version] * 5
+    info = await engine.server_info()
+    assert info["version"] == "0.5.17"
+
+
+async def test_profile_writes_a_trace(engine: SGLangEngine, tmp_path: Path) -> None:
+    await engine.start_profile(output_dir=str(tmp_path), activities=["CPU"], profile_id="p")
+    await engine.generate(request("a", 4, ignore_eos=True))
+    await engine.stop_profile()
+    assert [f.name for f in tmp_path.rglob("*.trace.json.gz")] == ["p-TP-0.trace.json.gz"]
+
+
+async def test_many_requests_at_once(engine: SGLangEngine, model: Any) -> None:
+    results = await asyncio.gather(*(engine.generate(request(f"r{i}", 8, ignore_eos=True)) for i in range(40)))
+    assert all(math.isfinite(p) for r in results for p in r.log_probs)
+    assert max(error_of(model, r) for r in results) < 1e-4

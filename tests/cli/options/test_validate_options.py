@@ -159,6 +159,12 @@ def test_incomplete_checkpoint_is_no_start_but_a_plan(
     assert part in note
 
 
+def test_a_path_that_the_file_system_refuses(workspace: Path, start: list[str]) -> None:
+    message = only([*start[:6], "--custom-rm-path", f"{'x' * 300}.py:f"])
+    assert message.startswith("--custom-rm-path: cannot read")
+    assert "name too long" in message
+
+
 def test_missing_prompt_file(workspace: Path, start: list[str]) -> None:
     argv = [w if w != "prompts.jsonl" else "missing.jsonl" for w in start]
     message = only(argv)
@@ -172,6 +178,13 @@ def test_what_a_start_needs_is_a_note_of_a_plan(workspace: Path, model: list[str
     assert "exactly one of --num-rollout and --num-epoch" in found[0]
     assert "--rm-type" in found[1]
     assert resolve([*model, "--dry-run"], {}).notes == tuple(found)
+
+
+def test_a_start_behind_the_end_has_nothing_to_run(workspace: Path, start: list[str]) -> None:
+    resolve([*start, "--start-rollout-id", "1"], {})
+    assert "--start-rollout-id 2 lies behind the last one of --num-rollout 2" in only(
+        [*start, "--start-rollout-id", "2"]
+    )
 
 
 def test_fully_async_is_planned_but_not_started(workspace: Path, start: list[str], gpus: Callable[[int], None]) -> None:

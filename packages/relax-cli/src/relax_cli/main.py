@@ -50,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(argv: list[str]) -> int:
     """`relax train`: resolves and checks the options, then plans, prints or runs."""
-    from relax_cli.config import ConfigError, resolve, to_toml
-
     if "-h" in argv or "--help" in argv:
         print(train_help(), end="")
         return 0
+    from relax_cli.config import ConfigError, resolve, to_toml
+
     try:
         config = resolve(argv)
     except ConfigError as error:

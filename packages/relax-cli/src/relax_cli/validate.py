@@ -1,8 +1,10 @@
 """Checks that need more than one package's settings, or the files that they name."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from relax_data.files import resolve_files
 from relax_data.options import flag, given_flags
@@ -14,6 +16,14 @@ from relax_cli.layout import local_gpus
 from relax_cli.model_facts import ModelFacts
 
 Problems = list[str]
+
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 
 
 def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problems]:
@@ -28,7 +38,10 @@ def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problem
     """
     wrong: Problems = []
     for part in config.parts():
-        wrong += part.problems(config.given)
+        try:
+            wrong += part.problems(config.given)
+        except OSError as error:
+            wrong.append(_unreadable(error, config, part))
     checks: list[Callable[[RunConfig], Problems]] = [
         _mode_problems,
         _batch_problems,
@@ -45,6 +58,13 @@ def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problem
     if not planning:
         needed += _machine_problems(config)
     return list(dict.fromkeys(wrong)), list(dict.fromkeys(needed))
+
+
+def _unreadable(error: OSError, config: RunConfig, part: Any) -> str:
+    """A path that the file system itself refuses: the option that holds it, and why."""
+    values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.name in config.given}
+    named = [n for n, v in values.items() if v and error.filename and str(v) in str(error.filename)]
+    return f"{given_flags(named or list(values))}: cannot read {error.filename}: {error.strerror}; choose another path"
 
 
 def layout_problems(config: RunConfig, available_gpus: int) -> Problems:
@@ -135,7 +155,11 @@ def _model_problems(config: RunConfig) -> Problems:
         return [f"--hf-checkpoint {config.train.model.hf_checkpoint}: {error}"]
     found = []
     if config.layout is not None and not config.debug.debug_rollout_only:
-        found += config.train.parallel.model_problems(hf_config, config.layout.train_ranks)
+        parallel = config.train.parallel
+        sizes = [n for n in _SIZES if (getattr(parallel, n) or 1) > 1]
+        for problem in parallel.model_problems(hf_config, config.layout.train_ranks):
+            # Those about the number of ranks speak of TP and PP: say which flags that are.
+            found.append(problem if "--" in problem else f"{problem} ({given_flags(sizes)})")
     tp = config.sglang.rollout_num_gpus_per_engine
     if tp > 1 and facts.heads % tp:
         found.append(
@@ -210,7 +234,7 @@ def _eval_problems(config: RunConfig) -> Problems:
     for name, path in zip(data[::2], data[1::2], strict=False):
         try:
             resolve_files((path,))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             found.append(f"--eval-prompt-data {name}: {error}")
     return found
 
@@ -240,6 +264,9 @@ def _start_needs(config: RunConfig) -> Problems:
     found = []
     if config.run.num_rollout is None and config.run.num_epoch is None:
         found.append("how long the run is: add exactly one of --num-rollout and --num-epoch")
+    first, length = config.train.checkpoint.start_rollout_id, config.run.num_rollout
+    if first is not None and length is not None and first >= length >= 1:
+        found.append(f"a rollout to run: --start-rollout-id {first} lies behind the last one of --num-rollout {length}")
     if not config.reward.configured and not config.debug.debug_train_only:
         found.append("what scores a response: add --rm-type, --custom-rm-path or --rm-url")
     if config.cluster.fully_async:
@@ -247,10 +274,10 @@ def _start_needs(config: RunConfig) -> Problems:
             "--fully-async is planned and checked by this version, but it runs --colocate only: remove --fully-async"
         )
     folder = Path(config.train.model.hf_checkpoint)
-    if (folder / "config.json").is_file():
+    if os.path.isfile(folder / "config.json"):
         found += _folder_needs("--hf-checkpoint", folder, tokenizer=True)
     reference = config.train.model.ref_load
-    if reference is not None and (Path(reference) / "config.json").is_file():
+    if reference is not None and os.path.isfile(os.path.join(reference, "config.json")):
         found += _folder_needs("--ref-load", Path(reference), tokenizer=False)
     return found
 

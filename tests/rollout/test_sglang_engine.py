@@ -154,14 +154,14 @@ async def test_flush_says_what_it_waits_for(sglang_server: Any) -> None:
 
 async def test_a_response_that_takes_too_long_is_ended(sglang_server: Any) -> None:
     engine = SGLangEngine(sglang_server.url, name="engine0", generate_timeout_s=1.0)
-    with pytest.raises(TimeoutError, match="request slow was not finished after 1 s|did not answer /generate"):
+    with pytest.raises(TimeoutError, match=r"request slow was not finished after 1 s|did not answer /generate"):
         await engine.generate(GenerateRequest(rid="slow", input_ids=PROMPT, sampling=LONG))
     await engine.flush_cache()
     await engine.close()
 
 
 async def test_bad_requests_name_the_reason(engine: SGLangEngine) -> None:
-    with pytest.raises(ValueError, match="engine0 refused a request .*longer than the model's context length"):
+    with pytest.raises(ValueError, match=r"engine0 refused a request .*longer than the model's context length"):
         await engine.generate(request("a", 5, prompt=[10] * 3000))
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         await engine.generate(request("a", 0))

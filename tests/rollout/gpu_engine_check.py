@@ -1,0 +1,202 @@
+"""Checks the SGLang engine on real GPUs: parity, sleep, wake, CUDA IPC push, abort. Prints one line a step.
+
+    python tests/rollout/gpu_engine_check.py [MODEL_FOLDER] [--tp 1] [--out FOLDER]
+
+Without a folder it makes a Qwen3 of 0.6 B random parameters. With ``--tp 2`` this one process plays both ranks of the
+trainer: it holds a copy of each bucket on each GPU. Exits with 1 if a step fails.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from relax_rollout.engine import GenerateRequest, SamplingParams
+from relax_rollout.sglang import gpu
+from relax_rollout.sglang.client import SGLangEngine
+from relax_rollout.sglang.server import SGLangServer
+from relax_rollout.sglang.settings import SGLangSettings
+from relax_rollout.sglang.weights import LOAD_FORMAT, Bucket, FlatBucket, push_weights
+
+PROMPT = [10, 11, 12, 13, 14, 15, 16]
+MEAN_LIMIT, MOST_LIMIT = 0.01, 0.1
+
+
+def make_model(folder: Path) -> Path:
+    """A random Qwen3-0.6B and a tokenizer of single characters."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{chr(33 + i): 3 + i for i in range(90)}}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        dtype="bfloat16",
+    )
+    with torch.device("cuda"):
+        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def buckets(model: Any, limit: int = 512 << 20) -> Iterator[Bucket]:
+    bucket: Bucket = []
+    size = 0
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    yield bucket
+
+
+async def push_to_ranks(engine: SGLangEngine, model: Any, version: int, tp: int) -> None:
+    """What several trainer ranks do together, done by one process with a copy of the bucket on each GPU."""
+    async with engine.pushing(version):
+        for bucket in buckets(model):
+            copies = [FlatBucket.of([(n, t.to(f"cuda:{i}")) for n, t in bucket]) for i in range(tp)]
+            await engine.update_weights_from_tensors([c.serialize() for c in copies], load_format=LOAD_FORMAT)
+            del copies
+
+
+class Check:
+    def __init__(self, engine: SGLangEngine, model: Any, tp: int) -> None:
+        self.engine, self.model, self.tp, self.failed = engine, model, tp, False
+
+    def say(self, name: str, good: bool, text: str) -> None:
+        self.failed |= not good
+        print(f"{'ok  ' if good else 'FAIL'} {name}: {text}", flush=True)
+
+    async def parity(self, name: str, version: int) -> None:
+        sampling = SamplingParams(max_new_tokens=128, ignore_eos=True)
+        results = await asyncio.gather(
+            *(
+                self.engine.generate(GenerateRequest(rid=f"p{i}", input_ids=[*PROMPT, 20 + i], sampling=sampling))
+                for i in range(8)
+            )
+        )
+        gaps: list[float] = []
+        for i, result in enumerate(results):
+            tokens = torch.tensor([[*PROMPT, 20 + i, *result.tokens]], device="cuda")
+            with torch.no_grad():
+                expected = torch.log_softmax(self.model(tokens).logits[0].float(), -1)
+            gaps += [
+                abs(float(expected[len(PROMPT) + k, t]) - result.log_probs[k]) for k, t in enumerate(result.tokens)
+            ]
+        mean, most = sum(gaps) / len(gaps), max(gaps)
+        versions = {v for r in results for v in r.versions}
+        good = mean < MEAN_LIMIT and most < MOST_LIMIT and versions == {version}
+        self.say(name, good, f"|log-prob difference| mean {mean:.4f}, at most {most:.4f}; versions {versions}")
+
+    @torch.no_grad()
+    def disturb(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.mul_(1.0 + 0.05 * torch.rand((), device=parameter.device))
+
+    async def push(self, version: int) -> float:
+        begin = time.perf_counter()
+        if self.tp == 1:
+            await push_weights(self.engine, buckets(self.model), version)
+        else:
+            await push_to_ranks(self.engine, self.model, version, self.tp)
+        return time.perf_counter() - begin
+
+    async def run(self) -> None:
+        await self.parity("parity of the start weights", 0)
+        for version in (1, 2, 3):
+            self.disturb()
+            self.say(f"push {version}", True, f"{await self.push(version) * 1e3:.0f} ms")
+        await self.parity("parity after three pushes", 3)
+        for version in (4, 5):
+            self.disturb()
+            begin = time.perf_counter()
+            before = torch.cuda.mem_get_info()[0]
+            await self.engine.release_memory()
+            slept = time.perf_counter()
+            freed = torch.cuda.mem_get_info()[0] - before
+            await self.engine.resume_memory(("weights",))
+            woken = time.perf_counter()
+            await self.push(version)
+            pushed = time.perf_counter()
+            await self.engine.resume_memory(("kv_cache",))
+            end = time.perf_counter()
+            parts = [slept - begin, woken - slept, pushed - woken, end - pushed]
+            text = ", ".join(
+                f"{n} {t * 1e3:.0f} ms" for n, t in zip(("sleep", "wake", "push", "wake KV"), parts, strict=True)
+            )
+            self.say(f"sleep, wake and push {version}", end - begin < 1.0, f"{text}; {freed / 2**30:.1f} GiB freed")
+            await self.parity(f"parity after sleep and push {version}", version)
+        task = asyncio.create_task(
+            self.engine.generate(
+                GenerateRequest(
+                    rid="long", input_ids=PROMPT, sampling=SamplingParams(max_new_tokens=7000, ignore_eos=True)
+                )
+            )
+        )
+        await asyncio.sleep(0.5)
+        await self.engine.abort("long")
+        result = await task
+        self.say("abort", result.finish_reason == "abort", f"{len(result.tokens)} tokens so far")
+        await self.engine.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "relax-gpu-check")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    folder = options.model or make_model(options.out / "model")
+    torch.cuda.empty_cache()
+    print(f"kernels of the gpu extra installed: {gpu.kernels_installed()}; options {gpu.options()}")
+    server = SGLangServer(
+        SGLangSettings(rollout_num_gpus_per_engine=options.tp, sglang_mem_fraction_static=0.5),
+        model_path=folder,
+        name="engine0",
+        log_path=options.out / "engine0.log",
+        device="cuda",
+        tp_size=options.tp,
+        gpu_ids=list(range(options.tp)),
+        dtype="bfloat16",
+        enable_memory_saver=True,
+    )
+    begin = time.perf_counter()
+    server.start(progress=print, deadline_s=400)
+    print(f"healthy after {time.perf_counter() - begin:.0f} s", flush=True)
+    try:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda").eval()
+        engine = SGLangEngine(server.url, name="engine0", log_path=server.log_path, alive=server.alive)
+        check = Check(engine, model, options.tp)
+        asyncio.run(check.run())
+    finally:
+        begin = time.perf_counter()
+        server.stop()
+        print(f"stopped in {time.perf_counter() - begin:.1f} s")
+    return int(check.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""Weight pushes to a real SGLang server: invariants 5 (two buckets, one whole version) and 6 (log-probabilities agree)."""
+
+import asyncio
+import multiprocessing
+import pickle
+import weakref
+from base64 import b64decode
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from relax_rollout.engine import GenerateRequest, SamplingParams
+from relax_rollout.sglang import weights as weights_module
+from relax_rollout.sglang.client import SGLangEngine
+from relax_rollout.sglang.versions import WeightsIncomplete
+from relax_rollout.sglang.weights import Bucket, FlatBucket, TorchRanks, WeightPushFailed, push_weights
+
+PROMPT = [10, 11, 12, 13, 14]
+BUCKET_BYTES = 100_000
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def buckets_of(model: Any, limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
+    """The model's own tensors in buckets; the tied output layer is not sent, as in a checkpoint."""
+    bucket: Bucket = []
+    size = 0
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor.clone()))
+        size += tensor.nbytes
+    yield bucket
+
+
+@torch.no_grad()
+def disturb(model: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
+async def disagreement(engine: SGLangEngine, model: Any, version: int) -> float:
+    """Largest difference of log-probabilities between the server and transformers, after a check of the version."""
+    sampling = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    result = await engine.generate(GenerateRequest(rid="check", input_ids=PROMPT, sampling=sampling))
+    assert set(result.versions) == {version}
+    with torch.no_grad():
+        expected = torch.log_softmax(model(torch.tensor([PROMPT + result.tokens])).logits[0], -1)
+    first = len(PROMPT) - 1
+    return max(abs(float(expected[first + i, t]) - result.log_probs[i]) for i, t in enumerate(result.tokens))
+
+
+# ---------------------------------------------------------------------- without a server
+
+
+def test_a_flat_bucket_gives_the_tensors_back_by_value() -> None:
+    bucket: Bucket = [
+        ("a", torch.arange(5, dtype=torch.bfloat16)),
+        ("b", torch.randn(3, 2)),
+        ("c", torch.randn(4, 6)[:, ::2]),
+        ("d", torch.tensor(2.5, dtype=torch.float64)),
+    ]
+    payload = pickle.loads(b64decode(FlatBucket.of(bucket).serialize()))
+    flat = payload["flattened_tensor"]
+    for (name, tensor), meta in zip(bucket, payload["metadata"], strict=True):
+        assert meta.name == name
+        got = flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
+        assert torch.equal(got, tensor)
+
+
+def test_an_empty_bucket_is_an_error() -> None:
+    with pytest.raises(ValueError, match="empty bucket"):
+        FlatBucket.of([])
+
+
+def _rank(rank: int, port: int, queue: Any) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+    # Tensor-parallel order 1, 0: not the order of the global ranks.
+    ranks = TorchRanks([[1, 0]])
+    gathered = ranks.gather(f"from {rank}")
+    error = ranks.agree("rank 2 is unwell" if rank == 2 else None)
+    queue.put((rank, ranks.posts, ranks.serializes, gathered, error))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_gather_in_tensor_parallel_order_and_share_errors() -> None:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=_rank, args=(r, port, queue)) for r in range(3)]
+    for p in processes:
+        p.start()
+    results = sorted(queue.get(timeout=120) for _ in processes)
+    for p in processes:
+        p.join(timeout=60)
+    assert results == [
+        (0, False, True, None, "rank 2 is unwell"),
+        (1, True, True, ["from 1", "from 0"], "rank 2 is unwell"),
+        (2, False, False, None, "rank 2 is unwell"),
+    ]
+
+
+# ---------------------------------------------------------------------- with the server
+
+
+@pytest.fixture
+async def engine(sglang_server: Any) -> AsyncIterator[SGLangEngine]:
+    """The engine; afterwards it serves its start weights as version 0 again."""
+    engine = SGLangEngine(sglang_server.url, name="engine0", log_path=sglang_server.log_path)
+    yield engine
+    await engine.resume_memory()
+    await push_weights(engine, buckets_of(load(sglang_server.model_path)), 0)
+    await engine.close()
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+async def test_log_probabilities_agree_after_one_and_after_five_pushes(engine: SGLangEngine, tiny_model: Path) -> None:
+    model = load(tiny_model)
+    for version in range(1, 6):
+        disturb(model, version)
+        report = await push_weights(engine, buckets_of(model), version)
+        assert report.buckets > 1
+        assert await disagreement(engine, model, version) < 1e-4
+        assert await engine.weight_version() == version
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+async def test_two_buckets_at_most_are_alive(engine: SGLangEngine, tiny_model: Path, monkeypatch: Any) -> None:
+    model = load(tiny_model)
+    alive: set[int] = set()
+    sizes: dict[int, int] = {}
+    peak = 0
+
+    def track(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal peak
+        storage = tensor.untyped_storage()
+        key = len(sizes)
+        sizes[key] = storage.nbytes()
+        alive.add(key)
+        weakref.finalize(storage, alive.discard, key)
+        peak = max(peak, sum(sizes[k] for k in alive))
+        return tensor
+
+    def tracked() -> Iterator[Bucket]:
+        for bucket in buckets_of(model):
+            made = [(name, track(tensor.clone())) for name, tensor in bucket]
+            yield made
+            del made
+
+    make = FlatBucket.of.__func__  # type: ignore[attr-defined]
+
+    def of(cls: Any, bucket: Any) -> FlatBucket:
+        flat = make(cls, bucket)
+        track(flat.data)
+        return flat
+
+    monkeypatch.setattr(weights_module.FlatBucket, "of", classmethod(of))
+    report = await push_weights(engine, tracked(), 1)
+    largest = max(sum(t.nbytes for _, t in b) for b in buckets_of(model))
+    # Padding to 16 bytes a tensor belongs to the flat copy.
+    assert report.bytes > 2.5 * largest, "the model must be larger than what the limit allows to be alive"
+    assert largest < peak <= 2 * largest + 16 * report.tensors
+    assert not alive
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+async def test_a_failed_push_is_never_served_and_a_whole_one_heals_it(
+    engine: SGLangEngine, sglang_server: Any, tiny_model: Path
+) -> None:
+    model = load(tiny_model)
+    disturb(model, 1)
+
+    def failing() -> Iterator[Bucket]:
+        yield from list(buckets_of(model))[:1]
+        raise OSError("the second bucket is lost")
+
+    elsewhere = SGLangEngine(sglang_server.url, name="engine0")
+    with pytest.raises(WeightPushFailed, match="version 7 did not reach every engine.*second bucket is lost"):
+        await push_weights(engine, failing(), 7)
+    for client in (engine, elsewhere):
+        with pytest.raises(WeightsIncomplete, match="push of version 7 failed midway"):
+            await client.generate(GenerateRequest(rid="a", input_ids=PROMPT, sampling=SamplingParams(max_new_tokens=2)))
+        with pytest.raises(WeightsIncomplete, match="version 7"):
+            await client.weight_version()
+        with pytest.raises(WeightsIncomplete, match="version 7"):
+            await client.resume()
+    await push_weights(engine, buckets_of(model), 8)
+    assert await disagreement(elsewhere, model, 8) < 1e-4
+    await elsewhere.close()
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+async def test_no_weights_at_all_are_no_new_version(engine: SGLangEngine) -> None:
+    with pytest.raises(WeightPushFailed, match="no weights were given"):
+        await push_weights(engine, iter(()), 3)
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+async def test_one_string_for_each_tensor_parallel_rank(engine: SGLangEngine) -> None:
+    with pytest.raises(ValueError, match="engine0 has 1 tensor-parallel ranks but got 2"):
+        await engine.update_weights_from_tensors(["a", "b"])
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+async def test_released_weights_need_a_push(engine: SGLangEngine, sglang_server: Any, tiny_model: Path) -> None:
+    model = load(tiny_model)
+    elsewhere = SGLangEngine(sglang_server.url, name="engine0")
+    await engine.release_memory()
+    await engine.release_memory(("weights",))
+    for client in (engine, elsewhere):
+        with pytest.raises(WeightsIncomplete, match="released"):
+            await client.generate(GenerateRequest(rid="a", input_ids=PROMPT, sampling=SamplingParams(max_new_tokens=2)))
+    await engine.resume_memory(("weights",))
+    disturb(model, 3)
+    await push_weights(engine, buckets_of(model), 4)
+    await engine.resume_memory(("kv_cache",))
+    assert await disagreement(engine, model, 4) < 1e-4
+    await elsewhere.close()
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+async def test_update_from_disk(engine: SGLangEngine, tiny_model: Path, tmp_path: Path) -> None:
+    model = load(tiny_model)
+    disturb(model, 2)
+    model.save_pretrained(tmp_path / "new")
+    await engine.update_weights_from_disk(tmp_path / "new", 5)
+    assert await disagreement(engine, model, 5) < 1e-4
+    with pytest.raises(RuntimeError, match="update_weights_from_disk failed"):
+        await engine.update_weights_from_disk(tmp_path / "missing", 6)
+    with pytest.raises(WeightsIncomplete, match="version 6"):
+        await engine.weight_version()
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+async def test_versions_of_tokens_when_weights_change_in_flight(
+    engine: SGLangEngine, sglang_server: Any, tiny_model: Path
+) -> None:
+    model = load(tiny_model)
+    disturb(model, 1)
+    tracking = SGLangEngine(sglang_server.url, name="engine0", track_versions_in_flight=True)
+    sampling = SamplingParams(max_new_tokens=600, ignore_eos=True)
+    tracked = asyncio.create_task(tracking.generate(GenerateRequest(rid="t", input_ids=PROMPT, sampling=sampling)))
+    untracked = asyncio.create_task(engine.generate(GenerateRequest(rid="u", input_ids=PROMPT, sampling=sampling)))
+    await asyncio.sleep(1.0)
+    await push_weights(engine, buckets_of(model), 1, mode="in_place")
+    result = await asyncio.wait_for(tracked, 120)
+    assert len(result.tokens) == 600
+    assert set(result.versions) == {0, 1}
+    assert result.versions == sorted(result.versions)
+    with pytest.raises(RuntimeError, match="weights changed from version 0 to 1 while request u"):
+        await asyncio.wait_for(untracked, 120)
+    await tracking.close()

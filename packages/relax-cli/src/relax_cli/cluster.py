@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ def connected(address: str | None, *, min_cpus: int) -> Iterator[None]:
     """
     # Ray's uv hook would ship the project to the workers and start each of them through `uv run` again.
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    # Where images switch byte code off, each of the processes of a run would compile torch's 900 modules for itself.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Ray listens on every interface by default; with this a local Ray stays on 127.0.0.1 (works on Linux, whatever
     # its name says).
     if address is None:
@@ -164,7 +166,15 @@ class StopFlag:
         return self.requested and time.monotonic() - self.at > self.grace_s
 
 
-def wait_for(refs: Any, what: str, *, stop: StopFlag | None = None, deadline_s: float, remind_s: float = 60.0) -> Any:
+def wait_for(
+    refs: Any,
+    what: str,
+    *,
+    stop: StopFlag | None = None,
+    deadline_s: float,
+    remind_s: float = 60.0,
+    status: Callable[[], str] | None = None,
+) -> Any:
     """``ray.get`` that says what it waits for, ends at a deadline and gives way to a stop request.
 
     Args:
@@ -172,6 +182,7 @@ def wait_for(refs: Any, what: str, *, stop: StopFlag | None = None, deadline_s: 
         what: completes "waiting for ..." in messages.
         deadline_s: seconds after which the wait is an error.
         remind_s: seconds between two messages of a long wait.
+        status: asked for the details of such a message.
 
     Raises:
         TimeoutError: the deadline passed.
@@ -195,6 +206,7 @@ def wait_for(refs: Any, what: str, *, stop: StopFlag | None = None, deadline_s: 
         if now - start > deadline_s:
             raise TimeoutError(f"waited {now - start:.0f} s for {what}: giving up")
         if now - reminded >= remind_s:
-            log.warning("still waiting for %s (%.0f s)", what, now - start)
+            details = f": {status()}" if status is not None else ""
+            log.warning("still waiting for %s (%.0f s)%s", what, now - start, details)
             reminded = now
     return ray.get(refs)

@@ -180,7 +180,15 @@ class Fleet:
     def rollout(self, method: str, *args: Any, what: str, deadline_s: float = CALL_DEADLINE_S) -> Any:
         """Calls the rollout manager and waits."""
         ref = getattr(self._rollout, method).remote(*args)
-        return wait_for(ref, what, stop=self._stop, deadline_s=deadline_s)
+        return wait_for(ref, what, stop=self._stop, deadline_s=deadline_s, status=self._rollout_status)
+
+    def _rollout_status(self) -> str:
+        import ray
+
+        try:
+            return str(ray.get(self._rollout.status.remote(), timeout=5))
+        except ray.exceptions.RayError:  # the wait itself will say what is wrong
+            return "no answer from the rollout manager"
 
     def trainers(self, method: str, *args: Any, what: str, deadline_s: float = CALL_DEADLINE_S) -> list[Any]:
         """Calls every rank and waits for all; the first failure of any rank is raised at once."""

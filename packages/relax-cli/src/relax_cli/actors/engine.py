@@ -12,7 +12,9 @@ class EngineActor:
     over HTTP from the rollout manager and the trainer's ranks.
     """
 
-    def __init__(self, config: Any, *, name: str, gpu_ids: list[str], device: Literal["cpu", "cuda"], host: str, dtype: str) -> None:
+    def __init__(
+        self, config: Any, *, name: str, gpu_ids: list[str], device: Literal["cpu", "cuda"], host: str, dtype: str
+    ) -> None:
         """Prepares, without starting, the server.
 
         Args:

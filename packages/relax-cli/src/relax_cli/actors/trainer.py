@@ -52,12 +52,18 @@ class TrainActor:
         self._trainer = Trainer(
             self._config.train,
             temperature=self._config.rollout.rollout_temperature,
+            total_steps=self._total_steps(),
             observer=self._observer(),
         )
         self._trainer.setup()
         sizes = self._trainer.layout
         layout = f"TP {sizes.tp_size} x PP {sizes.pp_size} x CP {sizes.cp_size} x DP {sizes.dp_size}"
         return {"parameters": self._trainer.parameter_count, "layout": layout}
+
+    def _total_steps(self) -> int | None:
+        """Optimizer steps of the whole run, where a decaying learning rate ends; None when the data decides."""
+        rollouts, steps = self._config.run.num_rollout, self._config.train.batch.num_steps_per_rollout
+        return rollouts * steps if rollouts is not None and steps is not None else None
 
     def _observer(self) -> Any:
         from relax_train.observer import NullObserver

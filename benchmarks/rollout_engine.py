@@ -62,10 +62,9 @@ async def measure(engine: SGLangEngine, model: Any, batches: list[int], new_toke
         begin = time.perf_counter()
         report = await push_weights(engine, buckets(model), version)
         times.append(time.perf_counter() - begin)
-    print(
-        f"push of {report.bytes / 2**20:.1f} MiB in {report.buckets} bucket(s): {statistics.median(times) * 1e3:.0f} ms "
-        f"(of {REPEATS}: {min(times) * 1e3:.0f} to {max(times) * 1e3:.0f})"
-    )
+    spread = f"of {REPEATS}: {min(times) * 1e3:.0f} to {max(times) * 1e3:.0f}"
+    size = f"{report.bytes / 2**20:.1f} MiB in {report.buckets} bucket(s)"
+    print(f"push of {size}: {statistics.median(times) * 1e3:.0f} ms ({spread})")
     await engine.close()
 
 

@@ -1,4 +1,4 @@
-"""Weight pushes to a real SGLang server: invariants 5 (two buckets, one whole version) and 6 (log-probabilities agree)."""
+"""Weight pushes to a real SGLang server: invariants 5 (two buckets, one version) and 6 (log-probabilities agree)."""
 
 import asyncio
 import multiprocessing
@@ -195,7 +195,7 @@ async def test_a_failed_push_is_never_served_and_a_whole_one_heals_it(
         raise OSError("the second bucket is lost")
 
     elsewhere = SGLangEngine(sglang_server.url, name="engine0")
-    with pytest.raises(WeightPushFailed, match="version 7 did not reach every engine.*second bucket is lost"):
+    with pytest.raises(WeightPushFailed, match=r"version 7 did not reach every engine.*second bucket is lost"):
         await push_weights(engine, failing(), 7)
     for client in (engine, elsewhere):
         with pytest.raises(WeightsIncomplete, match="push of version 7 failed midway"):

@@ -89,5 +89,3 @@ def test_training_from_saved_rollouts_needs_no_engine(task: Any, relax: Callable
 def sub(folder: Path, name: str) -> Path:
     (folder / name).mkdir()
     return folder / name
-
-

@@ -62,3 +62,12 @@ def test_plot_is_a_png_and_nothing_is_drawn_from_nothing(tmp_path: Path) -> None
     rows.append({"step": 4, "eval/heldout/reward": 0.5})
     assert plot_reward(rows, tmp_path / "reward.png")
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_weights_and_biases_writes_its_files_offline(tmp_path: Path) -> None:
+    from relax_cli.tracking import WandbTracker
+
+    tracker = WandbTracker(directory=tmp_path, name="a-run", config={"lr": 1e-6}, project="relax", mode="offline")
+    with Trackers([tracker]) as trackers:
+        trackers.log({"rollout/reward": 0.25}, 3)
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))

@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 from relax_cli.cluster import StopFlag, StopRequested, cluster_gpus, connected
@@ -87,18 +89,26 @@ def _trackers(config: RunConfig) -> list[Tracker]:
     if config.logging.use_tensorboard:
         trackers.append(TensorBoardTracker(config.run_dir / "tensorboard"))
     if config.logging.use_wandb:
-        options = {
-            key: value
-            for key, value in (
-                ("project", config.logging.wandb_project),
-                ("group", config.logging.wandb_group),
-                ("mode", config.logging.wandb_mode),
-                ("entity", config.logging.wandb_team),
-            )
-            if value is not None
-        }
-        trackers.append(WandbTracker(directory=config.run_dir, name=config.name, config={}, **options))
+        trackers.append(wandb_tracker(config))
     return trackers
+
+
+def wandb_tracker(config: RunConfig) -> WandbTracker:
+    """Weights & Biases as the options ask for it; the key comes from WANDB_API_KEY."""
+    options = config.logging
+    if options.wandb_host is not None:
+        os.environ["WANDB_BASE_URL"] = options.wandb_host
+    return WandbTracker(
+        directory=Path(options.wandb_dir or config.run_dir),
+        name=config.name,
+        config=tomllib.loads(to_toml(config)),
+        project=options.wandb_project or "relax",
+        entity=options.wandb_team,
+        group=options.wandb_group or config.name,
+        mode=options.wandb_mode,
+        id=options.wandb_run_id,
+        resume="allow" if options.wandb_run_id is not None else None,
+    )
 
 
 @contextlib.contextmanager

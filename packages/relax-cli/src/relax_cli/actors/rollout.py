@@ -46,8 +46,8 @@ class RolloutActor:
             concurrency=config.sglang.sglang_server_concurrency,
             max_staleness=config.cluster.max_staleness,
             progress=lambda now: self._say(
-                f"rollout {now.rollout_id}: {now.groups_done} of {now.groups_wanted} groups after {now.elapsed_s:.0f} s, "
-                f"{now.tokens} tokens, {now.prompts_dropped} prompts dropped, waiting for {now.waiting_for}"
+                f"rollout {now.rollout_id}: {now.groups_done} of {now.groups_wanted} groups after "
+                f"{now.elapsed_s:.0f} s, {now.tokens} tokens, {now.prompts_dropped} prompts dropped, waiting for {now.waiting_for}"
             ),
         )
         self._profiler = self._build_profiler([info["url"] for info in engine_info])

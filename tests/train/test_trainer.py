@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -234,3 +235,65 @@ def test_the_weights_have_moved(oracle: Callable[[str], tuple[s.TrainSettings, T
     for kind in ("plain", "everything"):
         moved = [(start[n] - w).abs().max().item() for n, w in oracle(kind)[1].weights.items()]
         assert min(moved) > 1e-4
+
+
+def _straight(settings: s.TrainSettings) -> dict[str, torch.Tensor]:
+    from relax_train.trainer import Trainer
+
+    trainer = Trainer(settings, temperature=TEMPERATURE)
+    trainer.setup()
+    for i in range(4):
+        trainer.train(make_batch(i), version=i)
+    weights = {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket}
+    trainer.close()
+    return weights
+
+
+def _until_saved(settings: s.TrainSettings, folder: str) -> Any:
+    from relax_train.trainer import Trainer
+
+    trainer = Trainer(settings, temperature=TEMPERATURE)
+    trainer.setup()
+    nothing = trainer.load(folder)
+    for i in range(2):
+        trainer.train(make_batch(i), version=i)
+    trainer.save(folder, 1, {"cursor": [3, "x"]})
+    trainer.train(make_batch(7), version=2)  # what comes after the checkpoint is lost
+    trainer.close()
+    return nothing
+
+
+def _resumed(settings: s.TrainSettings, folder: str) -> tuple[Any, dict[str, torch.Tensor], list[float]]:
+    from relax_train.trainer import Trainer
+
+    trainer = Trainer(settings, temperature=TEMPERATURE)
+    trainer.setup()
+    loaded = trainer.load(folder)
+    metrics = [trainer.train(make_batch(i), version=i) for i in range(2, 4)]
+    weights = {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket}
+    trainer.save_hf(f"{folder}/hf/last")
+    trainer.close()
+    return loaded, weights, [m["train/lr"] for m in metrics]
+
+
+@pytest.mark.parametrize("layout", ["one rank", "DP2", "TP2+SP"])
+def test_a_resumed_run_ends_with_the_weights_of_a_straight_one(
+    oracle: Callable[[str], tuple[s.TrainSettings, Trace]], run_ranks: RunRanks, tmp_path: Path, layout: str
+) -> None:
+    from transformers import Qwen3ForCausalLM
+
+    settings, _ = oracle("everything")
+    world, parallel = LAYOUTS[layout]
+    schedule = dataclasses.replace(settings.optimizer, lr_decay_style="linear", lr_decay_iters=8, lr_warmup_iters=2)
+    settings = dataclasses.replace(settings, parallel=s.ParallelSettings(**parallel), optimizer=schedule)
+    folder = str(tmp_path / "checkpoints")
+    expected = run_ranks(_straight, world, settings)[0]
+    assert run_ranks(_until_saved, world, settings, folder) == [None] * world
+    for loaded, weights, rates in run_ranks(_resumed, world, settings, folder):
+        assert loaded == (1, {"cursor": [3, "x"]})
+        assert rates == pytest.approx([ADAM["lr"] * 3 / 6, ADAM["lr"] * 1 / 6])  # steps 5 and 7 of 2 + 6
+        for name, tensor in expected.items():
+            assert torch.equal(weights[name], tensor), name
+    exported = Qwen3ForCausalLM.from_pretrained(f"{folder}/hf/last").state_dict()
+    for name, tensor in expected.items():
+        assert torch.equal(exported[name], tensor), name

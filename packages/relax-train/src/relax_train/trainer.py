@@ -9,7 +9,7 @@ importance sampling and the comparison with the engine's log-probs.
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from relax_data.types import TrainBatch
 
 from relax_train.advantages import compute_advantages
 from relax_train.batching import check_samples, optimizer_steps
+from relax_train.checkpoint import load_checkpoint, save_checkpoint, save_hf
 from relax_train.export import weight_buckets
 from relax_train.hf_weights import load_hf_weights
 from relax_train.layout import Layout, setup_layout, teardown_layout
@@ -117,6 +118,43 @@ class Trainer:
             max_bytes: size of a bucket (``--update-weight-buffer-size``); a larger tensor comes alone.
         """
         return weight_buckets(self.model, max_bytes)
+
+    def save(self, directory: str, rollout_id: int, extra: dict[str, Any] | None = None) -> None:
+        """Writes the checkpoint of a rollout under ``directory``; it appears whole or not at all.
+
+        Args:
+            directory: folder of checkpoints (``--save``).
+            rollout_id: absolute id of the rollout that was trained last.
+            extra: JSON-able state of the caller, which :meth:`load` gives back; rank 0's is written.
+
+        Raises:
+            CheckpointError: it could not be written, for example on a full disk; the previous one is as it was.
+        """
+        keep = self._settings.checkpoint.max_actor_ckpt_to_keep
+        save_checkpoint(directory, rollout_id, self.model, _there(self._optimizer), extra=extra, keep=keep)
+
+    def load(self, directory: str) -> tuple[int, dict[str, Any]] | None:
+        """Resumes weights, optimizer and schedule from the latest checkpoint under ``directory``.
+
+        The reference model stays what :meth:`setup` made it: ``--ref-load`` or the start weights.
+
+        Returns:
+            the rollout id after which it was written, and the caller's state; None when there is no checkpoint.
+
+        Raises:
+            CheckpointError: it is unreadable.
+            ValueError: it belongs to another model or parallel layout; the message names the difference.
+        """
+        loaded = load_checkpoint(directory, self.model, _there(self._optimizer))
+        return None if loaded is None else (loaded.rollout_id, loaded.extra)
+
+    def save_hf(self, directory: str) -> None:
+        """Writes a Hugging Face folder that transformers loads (``--save-hf``).
+
+        Raises:
+            CheckpointError: it could not be written; what was there before is as it was.
+        """
+        save_hf(self.model, directory)
 
     # ------------------------------------------------------------------ training
 

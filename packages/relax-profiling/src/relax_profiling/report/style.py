@@ -14,7 +14,7 @@ main { max-width:1500px; margin:0 auto; padding:16px; }
 h1 { font-size:1.5rem; margin:.2em 0; } h2 { font-size:1.2rem; margin:1.6em 0 .5em; }
 h3 { font-size:1rem; margin:0 0 .3em; overflow-wrap:anywhere; }
 .soft { color:var(--soft); } .file { color:var(--soft); font-size:.8rem; overflow-wrap:anywhere; }
-.grid { display:grid; gap:14px; grid-template-columns:repeat(auto-fill, minmax(min(100%, 430px), 1fr)); }
+.grid { display:grid; gap:14px; grid-template-columns:repeat(auto-fit, minmax(min(100%, 440px), 1fr)); }
 .card { background:var(--card); border:1px solid var(--line); border-radius:8px; padding:12px 14px; min-width:0; }
 .finding { border-left:4px solid var(--accent); } .problem { border-left:4px solid var(--warn); }
 .finding p { margin:.2em 0; overflow-wrap:anywhere; }
@@ -27,9 +27,9 @@ code { font:0.88em ui-monospace, Consolas, monospace; background:var(--bg); bord
 .legend b { font-weight:600; }
 .dot { display:inline-block; width:.7em; height:.7em; border-radius:2px; margin-right:5px; }
 .scroll { overflow-x:auto; } table { border-collapse:collapse; width:100%; font-size:.85rem; }
-th { text-align:left; color:var(--soft); font-weight:600; } td, th { padding:3px 8px 3px 0; vertical-align:top; }
+th { text-align:left; color:var(--soft); font-weight:600; } td, th { padding:3px 7px 3px 0; vertical-align:top; }
 tr + tr td { border-top:1px solid var(--line); } td.n, th.n { text-align:right; white-space:nowrap; }
-td.name { overflow-wrap:anywhere; min-width:9em; }
+td.name { overflow-wrap:anywhere; min-width:5.5em; }
 details > summary { cursor:pointer; color:var(--accent); margin:6px 0; }
 svg { width:100%; height:auto; display:block; } svg text { fill:var(--soft); font-size:12px; }
 pre { margin:4px 0; white-space:pre-wrap; overflow-wrap:anywhere; font-size:.78rem; color:var(--soft); }
@@ -53,14 +53,19 @@ def text(value: object) -> str:
 
 
 def table(head: Iterable[tuple[str, bool]], rows: Iterable[Iterable[object]]) -> str:
-    """A table; ``head`` holds (title, is a number) for each column. Cells are escaped."""
+    """A table; ``head`` holds (title, is a number) for each column. Cells are escaped; empty
+    columns are left out."""
     columns = list(head)
+    cells_of = [list(row) for row in rows]
+    # A column that is empty throughout only takes room.
+    kept = [i for i, (title, _) in enumerate(columns) if not title or any(str(row[i]) for row in cells_of)]
+    columns = [columns[i] for i in kept]
     top = "".join(f'<th class="n">{text(t)}</th>' if number else f"<th>{text(t)}</th>" for t, number in columns)
     lines = []
-    for row in rows:
+    for row in cells_of:
         cells = "".join(
             f'<td class="{"n" if number else "name"}">{text(cell)}</td>'
-            for cell, (_, number) in zip(row, columns, strict=True)
+            for cell, (_, number) in zip((row[i] for i in kept), columns, strict=True)
         )
         lines.append(f"<tr>{cells}</tr>")
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'

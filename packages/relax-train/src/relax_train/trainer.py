@@ -25,6 +25,7 @@ from relax_train.layout import Layout, setup_layout, teardown_layout
 from relax_train.losses import token_weights
 from relax_train.model import Model, build_model
 from relax_train.observer import NullObserver, StepObserver
+from relax_train.offload import Offload
 from relax_train.optimizer import Optimizer, build_optimizer
 from relax_train.reference import ReferenceWeights
 from relax_train.settings import TrainSettings
@@ -63,6 +64,7 @@ class Trainer:
         self._optimizer: Optimizer | None = None
         self._passes: Passes | None = None
         self._reference: ReferenceWeights | None = None
+        self._offload: Offload | None = None
         self._offset = 0
         self._skipped_in_a_row = 0
 
@@ -86,13 +88,26 @@ class Trainer:
             self._reference = ReferenceWeights(self._model)
         self._optimizer = build_optimizer(settings, self._model, total_steps=self._total_steps)
         self._passes = Passes(self._model, settings, temperature=self._temperature)
+        self._offload = Offload(self._model, self._optimizer)
+
+    def sleep(self) -> None:
+        """Gives the GPU's memory away: weights and optimizer move to the host. Without a GPU nothing happens.
+
+        Until :meth:`wake` every method but that one and :meth:`close` is refused.
+        """
+        if self.layout.device.type == "cuda":
+            _there(self._offload).sleep()
+
+    def wake(self) -> None:
+        """Takes the GPU's memory back, with everything as it was."""
+        _there(self._offload).wake()
 
     def close(self) -> None:
         """Closes the observer and leaves the process group; may be called twice."""
         self._observer.close()
         if self._layout is not None:
             teardown_layout()
-        self._layout = self._model = self._optimizer = self._passes = self._reference = None
+        self._layout = self._model = self._optimizer = self._passes = self._reference = self._offload = None
 
     @property
     def layout(self) -> Layout:
@@ -109,6 +124,11 @@ class Trainer:
         """Parameters of the whole model, over all ranks. Collective."""
         return count_parameters(self.model)
 
+    def _awake(self) -> Model:
+        if _there(self._offload).asleep:
+            raise RuntimeError("the trainer sleeps, its weights are in host memory: call wake() first")
+        return self.model
+
     # ------------------------------------------------------------------ weights out
 
     def weight_buckets(self, max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -117,7 +137,7 @@ class Trainer:
         Args:
             max_bytes: size of a bucket (``--update-weight-buffer-size``); a larger tensor comes alone.
         """
-        return weight_buckets(self.model, max_bytes)
+        return weight_buckets(self._awake(), max_bytes)
 
     def save(self, directory: str, rollout_id: int, extra: dict[str, Any] | None = None) -> None:
         """Writes the checkpoint of a rollout under ``directory``; it appears whole or not at all.
@@ -131,7 +151,7 @@ class Trainer:
             CheckpointError: it could not be written, for example on a full disk; the previous one is as it was.
         """
         keep = self._settings.checkpoint.max_actor_ckpt_to_keep
-        save_checkpoint(directory, rollout_id, self.model, _there(self._optimizer), extra=extra, keep=keep)
+        save_checkpoint(directory, rollout_id, self._awake(), _there(self._optimizer), extra=extra, keep=keep)
 
     def load(self, directory: str) -> tuple[int, dict[str, Any]] | None:
         """Resumes weights, optimizer and schedule from the latest checkpoint under ``directory``.
@@ -145,7 +165,7 @@ class Trainer:
             CheckpointError: it is unreadable.
             ValueError: it belongs to another model or parallel layout; the message names the difference.
         """
-        loaded = load_checkpoint(directory, self.model, _there(self._optimizer))
+        loaded = load_checkpoint(directory, self._awake(), _there(self._optimizer))
         return None if loaded is None else (loaded.rollout_id, loaded.extra)
 
     def save_hf(self, directory: str) -> None:
@@ -154,7 +174,7 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written; what was there before is as it was.
         """
-        save_hf(self.model, directory)
+        save_hf(self._awake(), directory)
 
     # ------------------------------------------------------------------ training
 
@@ -164,6 +184,7 @@ class Trainer:
         Returns:
             float32 ``[response]`` per sample, in the order of the batch, the same on every rank.
         """
+        self._awake()
         return _there(self._passes).log_probs(batch)
 
     def train(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
@@ -183,6 +204,7 @@ class Trainer:
         """
         if len(batch) == 0:
             raise ValueError(f"rollout {batch.rollout_id} has no samples: there is nothing to train on")
+        self._awake()
         offset, self._offset = self._offset, self._offset + 1
         with self._observer.phase("train_overall", offset):
             return self._train(batch, version, offset)

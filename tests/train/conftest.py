@@ -190,7 +190,7 @@ def _make_reference(kind: str, base: Path) -> Reference:
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Reference]]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     """``reference(kind)`` for qwen2, qwen3 and qwen3_moe; each is made once."""
     made: dict[str, Reference] = {}
 
@@ -199,7 +199,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
             made[kind] = _make_reference(kind, tmp_path_factory.mktemp(kind))
         return made[kind]
 
-    yield get
+    return get
 
 
 class Harness:

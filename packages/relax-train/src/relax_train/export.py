@@ -116,9 +116,9 @@ def weight_buckets(model: Model, max_bytes: int) -> Iterator[Bucket]:
     """The full weights under their Hugging Face names; collective, and every rank gets all of them.
 
     The tensors of a bucket are views of one flat tensor on this rank's device, in the model's dtype; they are copies,
-    which the caller may keep. The order is the same on every rank and in every call. A bucket that the caller has let go
-    of is free before the next but one is made, so that two buckets exist at most, and beside them the parts of one
-    tensor while it is gathered.
+    which the caller may keep. The order is the same on every rank and in every call. A caller that lets go of each
+    bucket before it takes the next but one has two of them at most, and beside them the parts of one tensor while it
+    is gathered.
 
     Args:
         max_bytes: largest size of a bucket (``--update-weight-buffer-size``); a larger tensor comes alone.

@@ -17,6 +17,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import megatron.core as megatron_core
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        MCoreSavePlanner,
+        _replace_state_dict_keys_with_sharded_keys,
+        mcore_to_pyt_state_dict,
+    )
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -65,13 +73,22 @@ def _define_missing_names() -> None:
 
 _define_missing_names()
 
+
+def to_torch_checkpoint(sharded_state: Any) -> Any:
+    """The sharded part of a state as ``torch.distributed.checkpoint`` takes it, each shard on one of its ranks."""
+    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state, True)
+    return mcore_to_pyt_state_dict(flat, False)
+
+
 __all__ = [
     "TESTED_VERSIONS",
     "VERSION",
     "AttnMaskType",
+    "CheckpointingConfig",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
+    "MCoreSavePlanner",
     "MegatronModule",
     "MegatronOptimizer",
     "OptimizerConfig",
@@ -85,7 +102,11 @@ __all__ = [
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
+    "is_main_replica",
     "megatron_random",
     "parallel_state",
+    "save_config",
+    "save_preprocess",
     "tensor_parallel",
+    "to_torch_checkpoint",
 ]

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import torch
+from torch.optim.adamw import adamw
 
 from relax_train.device import DeviceContext
 from relax_train.mcore import (
@@ -34,8 +35,17 @@ class Optimizer:
         scheduler: sets the learning rate before each step.
     """
 
-    def __init__(self, model: Model, megatron: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> None:
-        self.model, self.megatron, self.scheduler = model, megatron, scheduler
+    scheduler: OptimizerParamScheduler
+
+    def __init__(self, model: Model, megatron: MegatronOptimizer) -> None:
+        self.model, self.megatron = model, megatron
+
+    @property
+    def parts(self) -> list[Any]:
+        """megatron's distributed optimizers: one, and with experts another one for these."""
+        chained = getattr(self.megatron, "chained_optimizers", None)
+        parts = [self.megatron] if chained is None else list(chained)
+        return [part for part in parts if part.optimizer is not None]
 
     @property
     def lr(self) -> float:
@@ -71,6 +81,15 @@ class Optimizer:
         with DeviceContext(), torch.no_grad():
             self.megatron.reload_model_params()
 
+    def after_load(self) -> None:
+        """Mends what megatron's ``load_state_dict`` leaves behind; to be called after it."""
+        for part in self.parts:
+            taken = max(group["step"] for group in part.optimizer.param_groups)
+            for state in part.optimizer.state.values():
+                # Left behind are the steps from before the load, in one tensor that all parameters share, so that Adam
+                # would count each step once a parameter.
+                state["step"] = torch.full_like(state["step"], taken)
+
     def state_dict(self) -> dict[str, Any]:
         """State of the schedule; the rest is in the sharded checkpoint."""
         state: dict[str, Any] = self.scheduler.state_dict()
@@ -90,7 +109,6 @@ def build_optimizer(settings: TrainSettings, model: Model, *, total_steps: int |
     """
     assert model.trainable, "an optimizer needs a model with gradient buffers"
     flags = settings.optimizer
-    offload = settings.parallel.optimizer_cpu_offload
     with DeviceContext():
         config = OptimizerConfig(
             optimizer="adam",
@@ -104,12 +122,16 @@ def build_optimizer(settings: TrainSettings, model: Model, *, total_steps: int |
             bf16=model.dtype == torch.bfloat16,
             params_dtype=model.dtype,
             use_distributed_optimizer=True,
-            optimizer_cpu_offload=offload,
-            optimizer_offload_fraction=1.0 if offload else 0.0,
-            use_torch_optimizer_for_cpu_offload=offload,
         )
-        megatron = get_megatron_optimizer(config, model.chunks)
-        scheduler = OptimizerParamScheduler(
+        # Without a graph: in float32 the master weights are views of the weights, and torch's optimizers want leaves.
+        with torch.no_grad():
+            megatron = get_megatron_optimizer(config, model.chunks)
+        optimizer = Optimizer(model, megatron)
+        for part in optimizer.parts:
+            if settings.parallel.optimizer_cpu_offload:
+                part.optimizer = HostStateAdamW(part.optimizer.param_groups)
+            _allocate_state(part.optimizer)
+        optimizer.scheduler = OptimizerParamScheduler(
             megatron,
             init_lr=0.0,
             max_lr=flags.lr,
@@ -125,7 +147,76 @@ def build_optimizer(settings: TrainSettings, model: Model, *, total_steps: int |
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = megatron.scale_loss
     model.config.no_sync_func = model.chunks[0].no_sync
-    return Optimizer(model, megatron, scheduler)
+    return optimizer
+
+
+class HostStateAdamW(torch.optim.AdamW):
+    """AdamW whose moments stay in host memory and pass through the device one parameter at a time.
+
+    The arithmetic is that of the device, so that results do not depend on where the moments are. Eight of the twelve
+    bytes a float32 master weight takes with Adam leave the device; a step moves them over the host link twice.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+
+    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        mean, square, step = (state[key].to(param.device, non_blocking=True) for key in _STATE)
+        adamw(
+            [param],
+            [param.grad],
+            [mean],
+            [square],
+            [],
+            [step],
+            foreach=False,
+            fused=bool(group["fused"]),
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for key, value in zip(_STATE, (mean, square, step), strict=True):
+            if value is not state[key]:
+                state[key].copy_(value, non_blocking=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the options of the groups. megatron hands back this optimizer's own moments, which torch would move."""
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in loaded.items() if key != "params"})
+
+
+_STATE = ("exp_avg", "exp_avg_sq", "step")
+
+
+def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes Adam's moments now rather than at the first step.
+
+    So too little memory shows before the first rollout, and a checkpoint has the same content from the start.
+    """
+    assert isinstance(optimizer, torch.optim.AdamW)
+    on_host = isinstance(optimizer, HostStateAdamW)
+    for group in optimizer.param_groups:
+        if all(param.is_cuda for param in group["params"]):
+            # One kernel without temporaries. megatron builds the optimizer with torch's defaults.
+            group["fused"], group["foreach"] = True, False
+        for param in group["params"]:
+            device = torch.device("cpu") if on_host else param.device
+            options: dict[str, Any] = {"dtype": param.dtype, "device": device, "pin_memory": on_host and param.is_cuda}
+            optimizer.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device if group["fused"] else "cpu"),
+                "exp_avg": torch.zeros(param.shape, **options),
+                "exp_avg_sq": torch.zeros(param.shape, **options),
+            }
 
 
 def _decay_steps(settings: TrainSettings, total_steps: int | None) -> int:

@@ -39,7 +39,9 @@ class ParallelSettings:
     recompute_num_layers: int | None = option(
         None, "With full: layers in a chunk (uniform), or layers that are recomputed (block)."
     )
-    optimizer_cpu_offload: bool = option(False, "Keep the optimizer's moments on the host and step there.")
+    optimizer_cpu_offload: bool = option(
+        False, "Keep the optimizer's moments in host memory; each step passes them through the GPU piece by piece."
+    )
 
     @property
     def model_parallel_size(self) -> int:

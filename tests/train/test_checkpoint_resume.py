@@ -1,0 +1,218 @@
+"""Checkpoints: a resumed run continues bit for bit, a failed save harms nothing, other layouts take the weights."""
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+LAYOUTS = {
+    "one": ("qwen3", 1, {}),
+    "offload": ("qwen3", 1, {"optimizer_cpu_offload": True}),
+    "dp2": ("qwen3", 2, {}),
+    "pp2": ("qwen3", 2, {"pipeline_model_parallel_size": 2}),
+    "ep2": ("qwen3_moe", 2, {"expert_model_parallel_size": 2}),
+    "tp2-dp2": ("qwen3", 4, SP),
+}
+
+
+def _save(harness: Any, reference: Any, parallel: dict[str, Any], folder: Path) -> Any:
+    from relax_train.checkpoint import save_checkpoint
+
+    run = harness(reference.folder, parallel, lr_decay_style="linear", lr_decay_iters=10)
+    run.step(reference.rows[0])
+    torch.manual_seed(99)
+    save_checkpoint(folder, 4, run.model, run.optimizer, extra={"cursor": [1, 2]})
+    drawn = torch.rand(3)
+    after = [run.step(rows) for rows in reference.rows[1:]]
+    return after, drawn, run.weights()
+
+
+def _resume(harness: Any, reference: Any, parallel: dict[str, Any], folder: Path) -> Any:
+    from relax_train.checkpoint import load_checkpoint
+
+    run = harness(reference.folder, parallel, lr_decay_style="linear", lr_decay_iters=10)
+    loaded = load_checkpoint(folder, run.model, run.optimizer)
+    drawn = torch.rand(3)
+    after = [run.step(rows) for rows in reference.rows[1:]]
+    return loaded, after, drawn, run.weights()
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_resumed_run_is_the_same_run(
+    case: str, run_ranks: Callable[..., Any], harness: Any, reference: Any, tmp_path: Path
+) -> None:
+    kind, world, parallel = LAYOUTS[case]
+    straight = run_ranks(_save, world, harness, reference(kind), parallel, tmp_path)
+    resumed = run_ranks(_resume, world, harness, reference(kind), parallel, tmp_path)
+    for (steps, drawn, weights), (loaded, steps2, drawn2, weights2) in zip(straight, resumed, strict=True):
+        assert (loaded.rollout_id, loaded.extra, loaded.optimizer) == (4, {"cursor": [1, 2]}, True)
+        assert steps == steps2
+        assert torch.equal(drawn, drawn2)
+        assert all(torch.equal(weights[name], weights2[name]) for name in weights)
+
+
+def _weights_only(harness: Any, reference: Any, parallel: dict[str, Any], folder: Path) -> Any:
+    from relax_train.checkpoint import load_checkpoint
+
+    run = harness(reference.folder, parallel)
+    loaded = load_checkpoint(folder, run.model, None)
+    try:
+        load_checkpoint(folder, run.model, run.optimizer)
+    except ValueError as error:
+        return loaded, str(error), run.weights()
+    return loaded, "", run.weights()
+
+
+def _save_weights(harness: Any, reference: Any, parallel: dict[str, Any], folder: Path) -> Any:
+    from relax_train.checkpoint import save_checkpoint
+
+    run = harness(reference.folder, parallel)
+    run.step(reference.rows[0])
+    save_checkpoint(folder, 0, run.model, run.optimizer)
+    return run.weights()
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "loaded", "world"),
+    [
+        ("qwen2", SP, {}, 1),
+        ("qwen2", SP, {"pipeline_model_parallel_size": 2}, 2),
+        ("qwen3_moe", {"expert_model_parallel_size": 2}, {}, 1),
+    ],
+    ids=["padded tp2 to one", "padded tp2 to pp2", "ep2 to one"],
+)
+def test_weights_load_under_another_layout(
+    kind: str, saved: Any, loaded: Any, world: int, run_ranks: Any, harness: Any, reference: Any, tmp_path: Path
+) -> None:
+    expected = run_ranks(_save_weights, 2, harness, reference(kind), saved, tmp_path)[0]
+    for result, error, weights in run_ranks(_weights_only, world, harness, reference(kind), loaded, tmp_path):
+        assert (result.rollout_id, result.optimizer) == (0, False)
+        assert "optimizer state" in error
+        changed = next(name for name, size in saved.items() if name.endswith("_size") and size == 2)
+        assert f"--{changed.replace('_', '-')} 2" in error
+        assert all(torch.equal(expected[name], weights[name]) for name in expected)
+
+
+def _resume_dp(harness: Any, reference: Any, folder: Path) -> Any:
+    from relax_train.checkpoint import load_checkpoint
+
+    run = harness(reference.folder, {})
+    load_checkpoint(folder, run.model, run.optimizer)
+    return [run.step(rows) for rows in reference.rows[1:]]
+
+
+def _two_steps_and_save(harness: Any, reference: Any, folder: Path) -> Any:
+    from relax_train.checkpoint import save_checkpoint
+
+    run = harness(reference.folder, {})
+    run.step(reference.rows[0])
+    save_checkpoint(folder, 0, run.model, run.optimizer)
+    return [run.step(rows) for rows in reference.rows[1:]]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_optimizer_state_loads_with_more_or_fewer_data_parallel_ranks(
+    before: int, after: int, run_ranks: Any, harness: Any, reference: Any, tmp_path: Path
+) -> None:
+    straight = run_ranks(_two_steps_and_save, before, harness, reference("qwen3"), tmp_path)[0]
+    for resumed in run_ranks(_resume_dp, after, harness, reference("qwen3"), tmp_path):
+        for got, expected in zip(resumed, straight, strict=True):
+            assert got == pytest.approx(expected, rel=1e-5)
+
+
+def _full_disk(harness: Any, reference: Any, folder: Path, limits: list[int], failing_rank: int) -> Any:
+    from relax_train.checkpoint import load_checkpoint, save_checkpoint
+    from relax_train.sharded_io import CheckpointError
+
+    run = harness(reference.folder, {})
+    run.step(reference.rows[0])
+    save_checkpoint(folder, 0, run.model, run.optimizer)
+    before = run.weights()
+    run.step(reference.rows[1])
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write beyond the limit fails as on a full disk
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    errors = []
+    for limit in limits:
+        if run.layout.rank == failing_rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
+        try:
+            save_checkpoint(folder, 1, run.model, run.optimizer, keep=1)
+        except CheckpointError as error:
+            errors.append(str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    files = sorted(p.name for p in folder.iterdir())
+    loaded = load_checkpoint(folder, run.model, run.optimizer)
+    same = all(torch.equal(before[n], t) for n, t in run.weights().items())
+    save_checkpoint(folder, 1, run.model, run.optimizer, keep=1)
+    return errors, files, loaded, same, sorted(p.name for p in folder.iterdir())
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_full_disk_leaves_the_previous_checkpoint(
+    failing_rank: int, run_ranks: Any, harness: Any, reference: Any, tmp_path: Path
+) -> None:
+    limits = [16, 40_000] if failing_rank == 0 else [40_000]
+    results = run_ranks(_full_disk, 2, harness, reference("qwen3"), tmp_path, limits, failing_rank)
+    for errors, files, loaded, same, finally_there in results:
+        assert len(errors) == len(limits)
+        for error in errors:
+            assert str(tmp_path / "rollout_1") in error
+            assert "MB are free" in error
+            assert "checkpoint of rollout 0 is as it was" in error.lower()
+        assert files == ["latest", "rollout_0"]
+        assert loaded.rollout_id == 0
+        assert same
+        assert finally_there == ["latest", "rollout_1"]
+
+
+def _keep(harness: Any, reference: Any, folder: Path) -> Any:
+    from relax_train.checkpoint import load_checkpoint, save_checkpoint
+
+    run = harness(reference.folder, {})
+    (folder / "rollout_7.tmp").mkdir(parents=True)  # left by a run that was killed while it saved
+    for rollout_id in (3, 7, 11, 11):
+        save_checkpoint(folder, rollout_id, run.model, run.optimizer, keep=2, extra={"id": rollout_id})
+    loaded = load_checkpoint(folder, run.model, run.optimizer, rollout_id=7)
+    missing = load_checkpoint(folder / "nothing here", run.model, run.optimizer)
+    return loaded, missing
+
+
+def test_keeps_the_newest(run_ranks: Any, harness: Any, reference: Any, tmp_path: Path) -> None:
+    loaded, missing = run_ranks(_keep, 1, harness, reference("qwen3"), tmp_path)[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "rollout_11", "rollout_7"]
+    assert (tmp_path / "latest").read_text() == "rollout_11\n"
+    assert (loaded.rollout_id, loaded.extra) == (7, {"id": 7})
+    assert missing is None
+    assert json.loads((tmp_path / "rollout_11" / "relax.json").read_text())["layout"]["data_parallel_size"] == 1
+
+
+def _broken(harness: Any, reference: Any, folder: Path) -> Any:
+    from relax_train.checkpoint import load_checkpoint, save_checkpoint
+    from relax_train.sharded_io import CheckpointError
+
+    run = harness(reference.folder, {})
+    path = save_checkpoint(folder, 0, run.model, run.optimizer)
+    shard = next(path.glob("*.distcp"))
+    os.truncate(shard, 100)
+    messages = []
+    for action in (
+        lambda: load_checkpoint(folder, run.model, run.optimizer),
+        lambda: load_checkpoint(folder, run.model, run.optimizer, rollout_id=5),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            action()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_broken_checkpoint_says_which(run_ranks: Any, harness: Any, reference: Any, tmp_path: Path) -> None:
+    truncated, missing = run_ranks(_broken, 1, harness, reference("qwen3"), tmp_path)[0]
+    assert "rollout_0" in truncated
+    assert "rollout_5" in missing

@@ -146,6 +146,7 @@ class MemrayRecorder:
             try:
                 tracker.__enter__()
             except RuntimeError as e:
+                del tracker  # it completes its file when it goes
                 path.unlink(missing_ok=True)
                 logger.warning("memray records this process already, so this recording is left out: %s", e)
                 return

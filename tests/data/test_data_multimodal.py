@@ -1,0 +1,135 @@
+"""The processor pool: a real vision processor, real JPEG files, both kinds of workers."""
+
+import importlib
+import json
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from relax_data.errors import DataError
+from relax_data.multimodal import ProcessorCrashed, ProcessorPool, load_processor
+from relax_data.types import Prompt
+
+
+@pytest.fixture(scope="module")
+def processor_folder(tmp_path_factory):
+    """A CLIP processor, built offline: image processor, and a tokenizer of characters."""
+    folder = tmp_path_factory.mktemp("clip")
+    from transformers import CLIPImageProcessor, CLIPProcessor, CLIPTokenizer
+
+    vocabulary = {c: i for i, c in enumerate([*"abcdefghijklmnopqrstuvwxyz", "<|startoftext|>", "<|endoftext|>"])}
+    vocabulary |= {f"{c}</w>": len(vocabulary) + i for i, c in enumerate("abcdefghijklmnopqrstuvwxyz")}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    size = {"shortest_edge": 56}
+    images = CLIPImageProcessor(size=size, crop_size={"height": 56, "width": 56})
+    CLIPProcessor(image_processor=images, tokenizer=tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    """Ten prompts, each with a JPEG file or its bytes, of different sizes."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    made = []
+    for i in range(10):
+        path = folder / f"{i}.jpg"
+        Image.fromarray(rng.integers(0, 255, (80 + 7 * i, 120 - 3 * i, 3), dtype=np.uint8)).save(path)
+        item = [str(path), path.read_bytes(), {"bytes": path.read_bytes(), "path": None}][i % 3]
+        made.append(Prompt(i, 0, f"f.jsonl:{i + 1}", "a dog", [1], multimodal={"image": [item]}))
+    return made
+
+
+@pytest.mark.slow
+def test_threads_and_processes_give_the_same_bits(processor_folder, prompts):
+    segments = set(os.listdir("/dev/shm"))
+    with ProcessorPool(processor_folder, threads=2) as threads, ProcessorPool(processor_folder, size=2) as processes:
+        for a, b in zip(threads.process(prompts), processes.process(prompts), strict=True):
+            assert a.keys() == b.keys() >= {"pixel_values", "input_ids"}
+            assert a["pixel_values"].shape == (1, 3, 56, 56)
+            assert a["pixel_values"].dtype == np.float32
+            for key in a:
+                assert a[key].dtype == b[key].dtype
+                assert np.array_equal(a[key], b[key])
+        bad = {"image": [b"no image"]}
+        for pool in (threads, processes):
+            with pytest.raises(DataError, match=r"f.jsonl:9: image 1 \(8 bytes\) cannot be read"):
+                pool.submit("f.jsonl:9", "a", bad).result(60)
+            # The worker is as good as before.
+            pool.submit("x", "a", prompts[0].multimodal).result(60)
+    assert set(os.listdir("/dev/shm")) <= segments
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """The module with processors that take orders, importable in spawned processes too."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return importlib.import_module("fake_processor")
+
+
+def order(pool, what, name="s"):
+    return pool.submit(name, "", {"audio": [what]})
+
+
+@pytest.mark.slow
+def test_a_crashed_process_is_restarted_once_then_the_sample_is_named(fake, tmp_path):
+    with ProcessorPool(fake.LoadFake(str(tmp_path / "died")), size=1) as pool:
+        before = order(pool, "ok").result(60)["pid"][0]
+        after = order(pool, "die once").result(60)
+        assert after["pid"][0] != before
+        assert after["empty"].shape == (0, 3)
+        assert "".join(after["order"]) == "die once"
+        with pytest.raises(ProcessorCrashed, match=r"f.jsonl:3: .*died on it twice: exit code 7; then exit code 7"):
+            order(pool, "die", "f.jsonl:3").result(60)
+        assert order(pool, "ok").result(60)["pid"][0] != before
+        with pytest.raises(DataError, match=r"f.jsonl:4: the processor failed: ArithmeticError: no such thing"):
+            order(pool, "raise", "f.jsonl:4").result(60)
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_ended_and_named(fake):
+    with ProcessorPool(fake.LoadFake(), size=1, timeout=1.0) as pool:
+        hanging = order(pool, "hang", "f.jsonl:5")
+        with pytest.raises(ProcessorCrashed, match=r"f.jsonl:5: no answer .* within 1 s"):
+            hanging.result(60)
+        assert "".join(order(pool, "ok").result(60)["order"]) == "ok"
+
+
+@pytest.mark.slow
+def test_a_processor_that_cannot_be_loaded_is_an_error_at_the_start(fake, tmp_path):
+    with pytest.raises(DataError, match="the processor cannot be loaded: OSError: no weights"):
+        ProcessorPool(fake.LoadFake(works=False), size=2)
+    with pytest.raises(DataError, match="died while loading the processor: exit code 9"):
+        ProcessorPool(fake.DieLoading(), size=1)
+    with pytest.raises(DataError, match="holds no processor"):
+        load_processor(str(tmp_path))
+
+
+def test_submit_waits_while_too_many_are_pending(fake):
+    with ProcessorPool(fake.LoadFake(), threads=1, max_pending=2) as pool:
+        release = threading.Event()
+        pool._workers._processor = lambda **_: release.wait(30) and {"a": np.zeros(1)}
+        first, second = order(pool, "x"), order(pool, "x")
+        waiting = threading.Thread(target=lambda: order(pool, "x"))
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        release.set()
+        waiting.join(30)
+        assert not waiting.is_alive()
+        assert first.result(30).keys() == second.result(30).keys() == {"a"}
+    with pytest.raises(RuntimeError, match="closed"):
+        order(pool, "x")
+
+
+def test_results_keep_the_order_of_the_prompts(fake):
+    with ProcessorPool(fake.LoadFake(), threads=4) as pool:
+        names = ["slow" if i % 3 == 0 else f"n{i}" for i in range(12)]
+        asked = (Prompt(i, 0, "f", "", [], multimodal={"audio": [n]}) for i, n in enumerate(names))
+        assert ["".join(f["order"]) for f in pool.process(asked)] == names

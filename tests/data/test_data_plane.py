@@ -1,0 +1,290 @@
+"""One contract, two planes."""
+
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from relax_data.plane import DataPlane, LocalPlane, PlaneClosed, PlaneError, PlaneFailed
+
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def transfer_queue(ray_cluster):
+    os.environ["TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT"] = "6"
+    from relax_data.transferqueue import TransferQueuePlane
+
+    first = TransferQueuePlane("first", units=2)
+    yield TransferQueuePlane
+    first.shutdown()
+
+
+@pytest.fixture(params=["local", pytest.param("transferqueue", marks=[pytest.mark.ray, pytest.mark.slow])])
+def plane(request) -> DataPlane:
+    if request.param == "local":
+        return LocalPlane()
+    return request.getfixturevalue("transfer_queue")(f"plane{next(_names)}")
+
+
+def arrays(*lengths):
+    return [np.arange(n, dtype=np.int64) for n in lengths]
+
+
+def test_values_come_back_as_they_were(plane):
+    columns = {
+        "tokens": [np.array([1, 2, 3]), np.array([], dtype=np.int64), np.array([7])],
+        "log_probs": [np.array([[0.5, -1.5]], dtype=np.float32), np.zeros((0, 2), np.float32), np.ones(3, np.float16)],
+        "mask": [np.array([True]), np.array([False, True]), np.array([], dtype=bool)],
+        "reward": [0.25, -1.0, 3.0],
+        "name": ["a:1", "b:2", ""],
+        "info": [{"k": [1, 2]}, None, (1, "x")],
+    }
+    ids = plane.put(columns)
+    rows = plane.take("train", list(columns), 3, timeout=10)
+    assert rows.ids == ids
+    assert len(rows) == 3
+    for name, values in columns.items():
+        for expected, got in zip(values, rows.columns[name], strict=True):
+            if isinstance(expected, np.ndarray):
+                assert got.dtype == expected.dtype
+                assert got.shape == expected.shape
+                assert np.array_equal(got, expected)
+            else:
+                assert got == expected
+
+
+def test_rows_are_ready_when_all_their_columns_are(plane):
+    ids = plane.put({"tokens": arrays(1, 2, 3)})
+    with pytest.raises(TimeoutError, match=r"'train' waited 0 s for 1 rows with columns tokens, ref: 0 are ready, 3 "):
+        plane.take("train", ["tokens", "ref"], 1, timeout=0.2)
+    plane.add(ids[1:], {"ref": [1.0, 2.0]})
+    rows = plane.take("train", ["tokens", "ref"], 2, timeout=10)
+    assert rows.ids == ids[1:]
+    assert rows.columns["ref"] == [1.0, 2.0]
+    # Another consumer that needs less was never held up.
+    assert plane.take("ref", ["tokens"], 3, timeout=10).ids == ids
+
+
+def test_each_row_once_for_each_consumer_and_oldest_first(plane):
+    ids = [plane.put({"x": [i]})[0] for i in range(5)]
+    assert plane.take("a", ["x"], 2, timeout=10).columns["x"] == [0, 1]
+    assert plane.take("a", ["x"], 3, timeout=10).columns["x"] == [2, 3, 4]
+    assert plane.take("b", ["x"], 5, timeout=10).ids == ids
+    with pytest.raises(TimeoutError, match="0 are ready, 0 more"):
+        plane.take("a", ["x"], 1, timeout=0.2)
+
+
+def test_a_consumer_may_start_first(plane):
+    got = []
+    consumer = threading.Thread(target=lambda: got.append(plane.take("train", ["x"], 2, timeout=30).columns["x"]))
+    consumer.start()
+    time.sleep(0.1)
+    plane.put({"x": ["a"]})
+    plane.put({"x": ["b"]})
+    consumer.join(30)
+    assert got == [["a", "b"]]
+
+
+def test_after_close_consumers_take_what_is_left(plane):
+    ids = plane.put({"x": [1, 2, 3]})
+    plane.take("train", ["x"], 1, timeout=10)
+    plane.close()
+    with pytest.raises(PlaneClosed, match="no more rows can be put"):
+        plane.put({"x": [4]})
+    assert plane.take("train", ["x"], 8, timeout=10).columns["x"] == [2, 3]
+    with pytest.raises(PlaneClosed, match="no row is left for consumer 'train'"):
+        plane.take("train", ["x"], 1, timeout=10)
+    # Columns may still be added, and whoever needs them waits for all of them.
+    plane.add(ids[:2], {"y": [1, 2]})
+    with pytest.raises(TimeoutError, match="2 are ready, 1 more lack"):
+        plane.take("late", ["x", "y"], 3, timeout=0.2)
+    plane.add(ids[2:], {"y": [3]})
+    assert plane.take("late", ["x", "y"], 5, timeout=10).ids == ids
+
+
+def test_close_wakes_a_waiting_consumer(plane):
+    raised = []
+
+    def consume():
+        try:
+            plane.take("train", ["x"], 1, timeout=30)
+        except PlaneClosed as error:
+            raised.append(error)
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    time.sleep(0.1)
+    plane.close()
+    consumer.join(30)
+    assert len(raised) == 1
+
+
+def test_the_death_of_a_producer_reaches_everyone(plane):
+    raised = []
+
+    def consume():
+        try:
+            plane.take("train", ["x"], 4, timeout=60)
+        except PlaneFailed as error:
+            raised.append(str(error))
+
+    consumers = [threading.Thread(target=consume) for _ in range(2)]
+    for c in consumers:
+        c.start()
+    plane.put({"x": [1]})
+    plane.fail("rollout actor died: out of memory")
+    for c in consumers:
+        c.join(30)
+    assert raised == ["rollout actor died: out of memory"] * 2
+    with pytest.raises(PlaneFailed, match="out of memory"):
+        plane.put({"x": [1]})
+
+
+def test_cleared_rows_are_gone(plane):
+    ids = plane.put({"x": [0, 1, 2, 3]})
+    plane.take("a", ["x"], 2, timeout=10)
+    plane.clear(ids[1:3])
+    plane.clear(ids[1:3])
+    plane.clear([])
+    assert len(plane) == 2
+    assert plane.take("b", ["x"], 2, timeout=10).columns["x"] == [0, 3]
+    with pytest.raises(PlaneError, match=rf"rows \[{ids[1]}\] are not there: they were cleared or never put"):
+        plane.add([ids[0], ids[1]], {"y": [1, 1]})
+    with pytest.raises(TimeoutError, match="0 are ready, 2 more"):
+        plane.take("c", ["y"], 1, timeout=0.2)
+
+
+def test_arguments_that_mean_nothing(plane):
+    for columns in ({}, {"a": [1], "b": [1, 2]}):
+        with pytest.raises(ValueError, match="equally long and at least one"):
+            plane.put(columns)
+    ids = plane.put({"a": [1]})
+    with pytest.raises(ValueError, match="1 ids but 2 values"):
+        plane.add(ids, {"b": [1, 2]})
+    for arguments in (([], 1, 1.0), (["a"], 0, 1.0), (["a"], 1, 0.0)):
+        with pytest.raises(ValueError, match="take needs"):
+            plane.take("x", arguments[0], arguments[1], timeout=arguments[2])
+
+
+def test_writers_readers_and_clears_at_the_same_time(plane):
+    writers, rows_each, batch = 3, 40, 5
+    got = {"ref": Counter(), "train": Counter()}
+    errors = []
+
+    def guarded(work):
+        def run():
+            try:
+                work()
+            except PlaneClosed:
+                pass
+            except Exception as error:
+                errors.append(error)
+                plane.fail(repr(error))
+
+        return threading.Thread(target=run)
+
+    def write(writer):
+        for k in range(0, rows_each, batch):
+            plane.put({"x": [(writer, k + j) for j in range(batch)], "tokens": arrays(*range(k, k + batch))})
+
+    def reference():
+        while True:
+            rows = plane.take("ref", ["x", "tokens"], 4, timeout=60)
+            got["ref"].update(rows.columns["x"])
+            plane.add(rows.ids, {"ref": [len(t) for t in rows.columns["tokens"]]})
+
+    def train():
+        while True:
+            rows = plane.take("train", ["x", "ref"], 4, timeout=60)
+            assert all(x[1] == ref for x, ref in zip(rows.columns["x"], rows.columns["ref"], strict=True))
+            got["train"].update(rows.columns["x"])
+            plane.clear(rows.ids)
+
+    readers = [guarded(reference), guarded(reference), guarded(train), guarded(train)]
+    producing = [guarded(lambda w=w: write(w)) for w in range(writers)]
+    for thread in readers + producing:
+        thread.start()
+    for thread in producing:
+        thread.join(120)
+    plane.close()
+    for thread in readers:
+        thread.join(120)
+    assert not errors
+    assert not any(t.is_alive() for t in readers + producing)
+    expected = Counter((w, k) for w in range(writers) for k in range(rows_each))
+    assert got == {"ref": expected, "train": expected}
+    assert len(plane) == 0
+
+
+def test_a_checkpoint_gives_out_again_what_was_not_cleared(plane, tmp_path):
+    ids = plane.put({"x": [0, 1, 2, 3], "tokens": arrays(3, 0, 2, 1)})
+    taken = plane.take("train", ["x"], 2, timeout=10)
+    plane.clear(taken.ids[:1])
+    plane.save(tmp_path / "plane")
+    plane.take("train", ["x"], 2, timeout=10)
+    plane.clear(ids)
+    plane.put({"x": [9], "tokens": arrays(1)})
+    plane.load(tmp_path / "plane")
+    rows = plane.take("train", ["x", "tokens"], 3, timeout=10)
+    assert rows.columns["x"] == [1, 2, 3]
+    assert [len(t) for t in rows.columns["tokens"]] == [0, 2, 1]
+    new = plane.put({"x": [10]})
+    assert not set(new) & set(ids)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_two_planes_in_two_processes(transfer_queue):
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def produce(name):
+        from relax_data.transferqueue import TransferQueuePlane
+
+        plane = TransferQueuePlane(name)
+        plane.put({"x": [np.arange(4), np.arange(2)]})
+        plane.close()
+
+    name = f"plane{next(_names)}"
+    ray.get(produce.remote(name), timeout=120)
+    rows = transfer_queue(name).take("train", ["x"], 5, timeout=10)
+    assert [a.tolist() for a in rows.columns["x"]] == [[0, 1, 2, 3], [0, 1]]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_too_few_cpus_for_another_start_is_an_error_not_a_hang(transfer_queue, monkeypatch):
+    import ray
+
+    def nobody(*_, **__):
+        raise ValueError("no such actor")
+
+    monkeypatch.setattr(ray, "get_actor", nobody)
+    with pytest.raises(PlaneError, match=r"needs 1001 Ray CPUs .* lower --num-data-storage-units"):
+        transfer_queue("many", units=1000)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_storage_unit_that_dies_is_an_error_that_says_what_to_do(transfer_queue):
+    """The last test with this TransferQueue: it kills one of its two units."""
+    import ray
+    from transfer_queue import interface
+
+    plane = transfer_queue("dying")
+    plane.put({"x": list(range(8))})
+    ray.kill(interface._TQ_STORAGE["SimpleStorage"]["TransferQueueStorageUnit#1"])
+    impatient = transfer_queue("dying", call_seconds=2)
+    with pytest.raises(PlaneFailed, match="no answer within 2 s") as caught:
+        impatient.take("a", ["x"], 8, timeout=30)
+    assert "no answer within 2 s" in str(caught.value), (
+        "TransferQueue now reports a dead storage unit by itself: the lowered limits in transferqueue.py may go"
+    )
+    with pytest.raises(PlaneFailed, match=r"during take: .* its rows are lost: restart .* checkpoint"):
+        plane.take("b", ["x"], 8, timeout=60)
+    with pytest.raises(PlaneFailed, match="during write"):
+        plane.put({"x": list(range(8))})

@@ -1,0 +1,67 @@
+"""The CPU layer stands between megatron-core and torch only where it must, and leaves nothing behind."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from packaging.version import Version
+
+
+def test_megatron_is_a_version_we_tested() -> None:
+    from relax_train import mcore
+
+    low, high = (Version(".".join(map(str, v))) for v in mcore.TESTED_VERSIONS)
+    assert low <= Version(mcore.VERSION) < high, "run the parity tests with this version, then widen TESTED_VERSIONS"
+
+
+def test_every_name_that_is_replaced_exists() -> None:
+    from relax_train import cpu_device
+
+    for owner, name, _ in cpu_device._replacements():
+        assert hasattr(owner, name), f"{owner} has no {name} any more"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_shim_is_gone_after_the_last_exit(fails: bool) -> None:
+    from relax_train import cpu_device
+    from relax_train.device import DeviceContext
+
+    before = [getattr(owner, name) for owner, name, _ in cpu_device._replacements()]
+    try:
+        with DeviceContext():
+            with DeviceContext():
+                pass
+            assert torch.zeros(2, device="cuda").device.type == "cpu"
+            assert torch.ones(1).cuda().type() == "torch.cuda.FloatTensor"
+            if fails:
+                raise KeyError
+    except KeyError:
+        assert fails
+    assert [getattr(owner, name) for owner, name, _ in cpu_device._replacements()] == before
+    assert torch.ones(1).type() == "torch.FloatTensor"
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(2, device="cuda")
+
+
+def test_cuda_never_sees_the_shim(monkeypatch: pytest.MonkeyPatch) -> None:
+    from relax_train import device
+
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.delitem(sys.modules, "relax_train.cpu_device", raising=False)
+    with device.DeviceContext():
+        pass
+    assert "relax_train.cpu_device" not in sys.modules
+
+
+def test_dtype_follows_the_flag() -> None:
+    from relax_train.device import default_dtype
+
+    assert (default_dtype(True), default_dtype(False)) == (torch.bfloat16, torch.float32)
+    assert default_dtype(None) == torch.float32  # this test runs without CUDA
+
+
+def test_settings_need_no_torch() -> None:
+    code = "import sys, relax_train.settings, relax_train.observer; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"

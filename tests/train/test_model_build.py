@@ -1,0 +1,119 @@
+"""Models from Hugging Face configurations, and attention: what is built, and what is refused with a reason."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+
+def _logits(harness: Any, reference: Any) -> torch.Tensor:
+    return harness(reference.folder, {}).logits(reference.rows[0][0])
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
+def test_logits_of_a_packed_row_are_those_of_each_document_alone(
+    kind: str, run_ranks: Callable[..., Any], harness: Any, reference: Any
+) -> None:
+    oracle = reference(kind)
+    logits = run_ranks(_logits, 1, harness, oracle)[0]
+    torch.testing.assert_close(logits, oracle.logits, rtol=1e-4, atol=1e-5)
+
+
+def _padded_logits(harness: Any, reference: Any) -> tuple[int, torch.Tensor]:
+    from relax_train.model import PADDING_LOGIT
+
+    run = harness(reference.folder, {"tensor_model_parallel_size": 2})
+    logits = run.logits(reference.rows[0][0])
+    assert run.model.padded_vocab_size == 98
+    assert run.model.vocab_size == 97
+    return run.layout.tp_rank, logits == PADDING_LOGIT
+
+
+def test_padding_of_the_vocabulary_has_no_probability(run_ranks: Any, harness: Any, reference: Any) -> None:
+    for rank, padding in run_ranks(_padded_logits, 2, harness, reference("qwen2")):
+        assert padding[:, -1].all() if rank == 1 else not padding[:, -1].any()
+        assert not padding[:, :-1].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "'yarn'"),
+    ],
+)
+def test_configurations_that_are_not_built(change: dict[str, Any], words: str, reference: Any, tmp_path: Path) -> None:
+    from relax_train.model import load_hf_config
+
+    config = json.loads((reference("qwen3").folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=words):
+        load_hf_config(str(tmp_path))
+
+
+def test_rope_base_of_old_and_new_configurations() -> None:
+    from relax_train.model import rope_theta
+
+    assert rope_theta(SimpleNamespace(rope_theta=5e5)) == 5e5
+    assert rope_theta(SimpleNamespace(rope_parameters={"rope_type": "default", "rope_theta": 1e6})) == 1e6
+    with pytest.raises(ValueError, match="rope_theta"):
+        rope_theta(SimpleNamespace())
+
+
+def test_layers_with_experts() -> None:
+    from relax_train.model import expert_layers
+
+    config = SimpleNamespace(
+        model_type="qwen3_moe", num_hidden_layers=5, mlp_only_layers=[3], decoder_sparse_step=2, num_experts=4
+    )
+    assert expert_layers(config) == [False, True, False, False, False]
+    config.model_type = "qwen3"
+    assert not any(expert_layers(config))
+
+
+def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention written out, the last query seeing the last key: ``[tokens, heads, dim]``."""
+    repeat = query.size(1) // key.size(1)
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) / query.size(-1) ** 0.5
+    seen = torch.ones(query.size(0), key.size(0), dtype=torch.bool).tril(key.size(0) - query.size(0))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128])
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+def test_attention_plan_of_every_context_parallel_rank(cp_size: int, dim: int) -> None:
+    """Both ways to run a plan: document by document, and as the variable-length kernel is called on a GPU."""
+    from relax_train.attention import _by_document, _Plan, zigzag_positions
+    from relax_train.mcore import PackedSeqParams
+
+    borders = [0, 12, 36, 48]
+    cu = torch.tensor(borders, dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=24, max_seqlen_kv=24)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(48, heads, dim, dtype=torch.float64) for heads in (4, 2, 2))
+    whole = torch.cat([_dense(query[a:b], key[a:b], value[a:b]) for a, b in itertools.pairwise(borders)])
+    held = [zigzag_positions(borders, cp_size, rank) for rank in range(cp_size)]
+    assert sorted(torch.cat(held).tolist()) == list(range(48))
+    gathered_key, gathered_value = key[torch.cat(held)], value[torch.cat(held)]
+    for rank in range(cp_size):
+        plan = _Plan(packed, cp_size, rank, torch.device("cpu"))
+        mine, expected = query[held[rank]], whole[held[rank]]
+        by_document = _by_document(
+            mine, gathered_key[plan.key_order], gathered_value[plan.key_order], plan.segments, None
+        )
+        torch.testing.assert_close(by_document, expected)
+        cu_q, cu_k, longest_q, longest_k = plan.varlen
+        keys, values = gathered_key[plan.key_index], gathered_value[plan.key_index]
+        pairs = list(zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True))
+        kernel = torch.cat([_dense(mine[a:b], keys[c:d], values[c:d]) for (a, b), (c, d) in pairs])
+        torch.testing.assert_close(kernel, expected)
+        assert longest_q == max(b - a for (a, b), _ in pairs)
+        assert longest_k == max(d - c for _, (c, d) in pairs)

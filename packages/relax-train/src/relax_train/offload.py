@@ -93,13 +93,10 @@ class Offload:
         for gpt in self._model.gpt:
             for parameter in gpt.parameters():
                 yield parameter.data
-        megatron = self._optimizer.megatron
-        for group in megatron.param_groups:
+        for group in self._optimizer.megatron.param_groups:
             for parameter in group["params"]:
                 yield parameter.data
-        for part in getattr(megatron, "chained_optimizers", [megatron]):
-            if getattr(part, "is_stub_optimizer", False):
-                continue
+        for part in self._optimizer.parts:
             for state in part.optimizer.state.values():
                 for value in state.values():
                     if isinstance(value, torch.Tensor):

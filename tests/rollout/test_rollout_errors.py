@@ -88,6 +88,28 @@ async def test_engine_paused_by_someone_else_is_no_error(
     assert all(tuple(r.input_ids) in prompts for r in engine.requests)
 
 
+async def test_a_source_that_raises_loses_no_buffered_prompt(
+    make_engine: Make, make_source: Make, length_reward: Any, tokenizer: Any
+) -> None:
+    source = make_source()
+    engine = make_engine()
+    loop = RolloutLoop(SETTINGS, engines=[engine], source=source, reward=length_reward, tokenizer=tokenizer)
+    engine.dies_after = 0
+    with pytest.raises(EngineDied):
+        await loop.generate(0, 0)
+    engine.dies_after = None
+    real, loop.settings = source.next, RolloutSettings(rollout_batch_size=6, rollout_max_response_len=4)
+
+    def unreadable(n: int) -> Any:
+        raise ValueError("data.jsonl:5: no JSON")
+
+    source.next = unreadable
+    with pytest.raises(ValueError, match=r"data.jsonl:5: no JSON"):
+        await loop.generate(0, 0)
+    source.next = real
+    assert [g.prompt.ordinal for g in (await loop.generate(0, 0)).groups] == [0, 1, 2, 3, 4, 5]
+
+
 class AbortingEngine:
     """Ends every request at once, as an engine that somebody keeps paused; the real one cannot be made to."""
 

@@ -55,13 +55,15 @@ class PromptBuffer:
         Fewer than ``n`` only when the source has no more.
         """
         taken, self._waiting = self._waiting[:n], self._waiting[n:]
+        for group in taken:  # before the source is asked, which may raise
+            self._activate(group)
         missing = n - len(taken)
         if missing > 0:
             prompts = self._source.next(missing)
             self.source_exhausted = len(prompts) < missing
-            taken += [SampleGroup.start(p, self._n_samples) for p in prompts]
-        for group in taken:
-            self._activate(group)
+            for prompt in prompts:
+                taken.append(SampleGroup.start(prompt, self._n_samples))
+                self._activate(taken[-1])
         return taken
 
     def accept(self, group: SampleGroup) -> None:

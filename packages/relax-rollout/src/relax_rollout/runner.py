@@ -14,9 +14,9 @@ from relax_rollout.rewards.base import RewardFunction
 
 MAX_FOREIGN_ABORTS = 8
 """Times that an engine may abort a request without being asked (paused by someone else) before it is an error."""
-ABORT_RETRY_S = 0.5
+ABORT_RETRY_S = 2.0
 ABORT_DEADLINE_S = 60.0
-STALL_TIMEOUT_S = 3600.0
+STALL_TIMEOUT_S = 5400.0
 """Seconds without a single sample finished, after which a rollout or evaluation gives up. Engines and rewards have
 deadlines of their own, which are shorter; this one is the last resort."""
 

@@ -1,0 +1,51 @@
+"""The rollout loop against a real SGLang server."""
+
+from typing import Any
+
+import pytest
+import torch
+from relax_rollout.loop import RolloutLoop
+from relax_rollout.rewards import build_reward
+from relax_rollout.settings import RewardSettings, RolloutSettings
+from relax_rollout.sglang.client import SGLangEngine
+
+
+@pytest.mark.sglang
+async def test_over_sampling_on_sglang(sglang_server: Any, make_source: Any, tiny: Any, tokenizer: Any) -> None:
+    engine = SGLangEngine(sglang_server.url, name="engine0", log_path=sglang_server.log_path)
+    version = await engine.weight_version()
+    settings = RolloutSettings(
+        rollout_batch_size=3,
+        over_sampling_batch_size=6,
+        n_samples_per_prompt=2,
+        rollout_max_response_len=24,
+        rollout_temperature=0.0,
+    )
+    loop = RolloutLoop(
+        settings,
+        engines=[engine],
+        source=make_source(),
+        reward=build_reward(RewardSettings(rm_type="exact-match")),
+        tokenizer=tokenizer,
+        concurrency=6,
+    )
+    try:
+        groups = [g for k in range(4) for g in (await loop.generate(k, version)).groups]
+        # Nothing of an aborted surplus is left at the server: a flush is refused while a request runs.
+        await engine.flush_cache()
+    finally:
+        await engine.close()
+    ordinals = [g.prompt.ordinal for g in groups]
+    assert len(ordinals) == len(set(ordinals)) == 12
+    buffered = loop.state_dict()["buffer"]
+    kept = [g["prompt"]["ordinal"] for g in buffered["ready"] + buffered["waiting"]]
+    assert sorted(ordinals + kept) == list(range(len(ordinals) + len(kept)))
+    for sample in (s for g in groups for s in g.samples):
+        prompt = sample.prompt.input_ids
+        with torch.no_grad():
+            logits = tiny(input_ids=torch.tensor([prompt + sample.tokens])).logits[0].float()
+        rows = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
+        assert rows.argmax(-1).tolist() == sample.tokens
+        expected = rows[torch.arange(len(sample.tokens)), torch.tensor(sample.tokens)].tolist()
+        assert sample.log_probs == pytest.approx(expected, abs=1e-4)
+        assert set(sample.versions) == {version}

@@ -10,6 +10,7 @@ from relax_cli.actors.process import start_log
 
 if TYPE_CHECKING:
     from relax_rollout.engine import MemoryTag
+    from relax_rollout.rollout import RolloutProgress
 
 
 class RolloutActor:
@@ -45,10 +46,7 @@ class RolloutActor:
             tokenizer=self._tokenizer,
             concurrency=config.sglang.sglang_server_concurrency,
             max_staleness=config.cluster.max_staleness,
-            progress=lambda now: self._say(
-                f"rollout {now.rollout_id}: {now.groups_done} of {now.groups_wanted} groups after "
-                f"{now.elapsed_s:.0f} s, {now.tokens} tokens, {now.prompts_dropped} prompts dropped, waiting for {now.waiting_for}"
-            ),
+            progress=self._tell_progress,
         )
         self._profiler = self._build_profiler([info["url"] for info in engine_info])
         self._eval_prompts: dict[str, Any] | None = None
@@ -64,6 +62,12 @@ class RolloutActor:
     def _say(self, message: str) -> None:
         self._status = message
         logging.getLogger(__name__).info(message)
+
+    def _tell_progress(self, now: "RolloutProgress") -> None:
+        self._say(
+            f"rollout {now.rollout_id}: {now.groups_done} of {now.groups_wanted} groups after {now.elapsed_s:.0f} s, "
+            f"{now.tokens} tokens, {now.prompts_dropped} prompts dropped, waiting for {now.waiting_for}"
+        )
 
     async def status(self) -> str:
         """What it is waiting for now, for a driver whose own wait gets long."""

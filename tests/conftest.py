@@ -106,7 +106,7 @@ def sglang_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
         device="cpu",
         dtype="float32",
     )
-    server.start(deadline_s=400)
+    server.start(deadline_s=580)
     try:
         yield RunningServer(server.url, tiny_model, log_path, server.pid)
     finally:

@@ -19,8 +19,11 @@ LONG = SamplingParams(max_new_tokens=1500, ignore_eos=True)
 
 @pytest.fixture
 async def engine(sglang_server: Any) -> AsyncIterator[SGLangEngine]:
-    engine = SGLangEngine(sglang_server.url, name="engine0", log_path=sglang_server.log_path)
+    """The engine; afterwards it runs nothing and is not paused, whatever the test did."""
+    engine = SGLangEngine(sglang_server.url, name="engine0", log_path=sglang_server.log_path, generate_timeout_s=200)
     yield engine
+    await engine.pause("abort")
+    await engine.resume()
     await engine.close()
 
 
@@ -140,24 +143,25 @@ async def test_pause_that_aborts_leaves_the_engine_idle(engine: SGLangEngine) ->
     await engine.resume()
 
 
-async def test_flush_says_what_it_waits_for(sglang_server: Any) -> None:
-    engine = SGLangEngine(sglang_server.url, name="engine0", control_timeout_s=1.0)
+async def test_flush_says_what_it_waits_for(engine: SGLangEngine, sglang_server: Any) -> None:
+    hurried = SGLangEngine(sglang_server.url, name="engine0", control_timeout_s=2.0)
     task = asyncio.create_task(engine.generate(GenerateRequest(rid="a", input_ids=PROMPT, sampling=LONG)))
     await asyncio.sleep(0.5)
-    with pytest.raises(TimeoutError, match="requests were still running after 1 s"):
-        await engine.flush_cache()
+    with pytest.raises(
+        TimeoutError, match=r"engine0: requests were still running after 2 s|did not answer /flush_cache"
+    ):
+        await hurried.flush_cache()
     task.cancel()
-    await engine.pause("abort")
-    await engine.resume()
-    await engine.close()
+    await hurried.close()
 
 
-async def test_a_response_that_takes_too_long_is_ended(sglang_server: Any) -> None:
-    engine = SGLangEngine(sglang_server.url, name="engine0", generate_timeout_s=1.0)
-    with pytest.raises(TimeoutError, match=r"request slow was not finished after 1 s|did not answer /generate"):
-        await engine.generate(GenerateRequest(rid="slow", input_ids=PROMPT, sampling=LONG))
+async def test_a_response_that_takes_too_long_is_ended(engine: SGLangEngine, sglang_server: Any) -> None:
+    hurried = SGLangEngine(sglang_server.url, name="engine0", generate_timeout_s=2.0)
+    with pytest.raises(TimeoutError, match=r"request slow was not finished after 2 s|did not answer /generate"):
+        await hurried.generate(GenerateRequest(rid="slow", input_ids=PROMPT, sampling=LONG))
+    # It ends at the server too: the cache can be emptied long before 1500 tokens are there.
     await engine.flush_cache()
-    await engine.close()
+    await hurried.close()
 
 
 async def test_bad_requests_name_the_reason(engine: SGLangEngine) -> None:

@@ -11,6 +11,10 @@ from pathlib import Path
 # Only the standard library is imported here: --help answers at once, and each command imports what it needs.
 
 
+class UsageError(ValueError):
+    """An argument has a value that cannot be meant; the message names it and the fix."""
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``relax-profile``."""
     parser = argparse.ArgumentParser(
@@ -68,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (ValueError, OSError) as e:
         print(f"relax-profile: {e}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(e, UsageError) else 1
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -76,7 +80,7 @@ def report(arguments: argparse.Namespace) -> int:
     from relax_profiling.report.build import build_report
 
     if arguments.peak_tflops is not None and not arguments.peak_tflops > 0:
-        raise ValueError(f"--peak-tflops {arguments.peak_tflops}: give a number above 0, for instance 989 for an H100")
+        raise UsageError(f"--peak-tflops {arguments.peak_tflops}: give a number above 0, for instance 989 for an H100")
     built = build_report(arguments.paths, peak=arguments.peak_tflops)
     if arguments.html is not None:
         from relax_profiling.report.html import to_html
@@ -114,7 +118,7 @@ def _sglang(arguments: argparse.Namespace) -> int:
     if arguments.rollout_id < 0:
         found.append(f"--rollout-id {arguments.rollout_id}: rollouts count from 0")
     if found:
-        raise ValueError("\n".join(found))
+        raise UsageError("\n".join(found))
     key = arguments.api_key or os.environ.get("SGLANG_API_KEY")
     profiler = RolloutProfiler(settings, arguments.url, arguments.out / "sglang_trace", api_key=key)
     with profiler.rollout(arguments.rollout_id) as rollout:

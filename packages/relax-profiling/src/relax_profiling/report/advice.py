@@ -15,6 +15,11 @@ Rule = Callable[[Sequence[TraceReport], Sequence[MemoryReport]], Iterable[Findin
 _ENOUGH_LAUNCHES = 50
 _ENOUGH_US = 1_000.0
 _GIB = 2**30
+# Words in the frames of a call stack that say what it allocates.
+_LOG_PROBS = ("log_prob", "logprob")
+_LOGITS = ("logits", "cross_entropy", "log_softmax", "vocab_parallel", "lm_head")
+_LAYERS = ("attention", "mlp", "rms_norm", "rmsnorm", "layernorm", "transformer_layer", "modeling_")
+_OPTIMIZER = ("/optim/", "optimizer", "adam")
 
 
 def find_advice(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> list[Finding]:
@@ -183,9 +188,8 @@ def exposed_copies(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]
 def peak_from_logits(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:
     """A quarter of the peak or more is logits and what is made of them."""
     for m, d in _devices(memory):
-        in_log_probs, share = _held_by(d, ("log_prob", "logprob"))
-        _, logits = _held_by(d, ("logits", "cross_entropy", "log_softmax", "vocab_parallel", "lm_head"))
-        everything = share + logits
+        in_log_probs, _ = _held_by(d, _LOG_PROBS)
+        _, everything = _held_by(d, (*_LOG_PROBS, *_LOGITS))
         if everything < 0.25:
             continue
         flags = ("--max-tokens-per-gpu", "--log-probs-max-tokens-per-gpu")
@@ -201,9 +205,7 @@ def peak_from_logits(traces: Sequence[TraceReport], memory: Sequence[MemoryRepor
 def peak_from_activations(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:
     """Two fifths of the peak or more are activations of the layers."""
     for m, d in _devices(memory):
-        _, share = _held_by(
-            d, ("attention", "mlp", "rms_norm", "rmsnorm", "layernorm", "transformer_layer", "modeling_")
-        )
+        _, share = _held_by(d, _LAYERS)
         if share >= 0.40:
             yield Finding(
                 "peak from activations",
@@ -217,7 +219,7 @@ def peak_from_activations(traces: Sequence[TraceReport], memory: Sequence[Memory
 def peak_from_optimizer(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:
     """Two fifths of the peak or more are optimizer states."""
     for m, d in _devices(memory):
-        _, share = _held_by(d, ("/optim/", "optimizer", "adam"))
+        _, share = _held_by(d, _OPTIMIZER)
         if share >= 0.40:
             yield Finding(
                 "peak from the optimizer",

@@ -141,6 +141,8 @@ class Trace:
     def name_id(self, name: str) -> int:
         known = self._name_ids.get(name)
         if known is None:
+            if not isinstance(name, str):
+                raise TypeError("a name is text")
             known = self._name_ids[name] = len(self.names)
             self.names.append(name)
         return known
@@ -215,9 +217,10 @@ def _take_operator(trace: Trace, e: Event, start: float, duration: float) -> Non
     if columns is None:
         columns = trace.threads[thread] = HostColumns()
     name = e["name"]
+    name_id = trace.name_id(name)  # before the columns grow: a name that is no text must not leave them uneven
     columns.start.append(start)
     columns.duration.append(duration)
-    columns.name.append(trace.name_id(name))
+    columns.name.append(name_id)
     arguments = e.get("args")
     if arguments and "Input Dims" in arguments:
         counted = operator_flops(name, arguments["Input Dims"], arguments.get("Concrete Inputs"))

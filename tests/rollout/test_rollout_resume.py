@@ -65,7 +65,7 @@ async def run_with_kills(
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=25, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=15, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(
     batch=st.integers(1, 4),
     extra=st.integers(0, 4),

@@ -31,7 +31,14 @@ def make_batch(rollout_id: int = 0, vocab: int = 96, n: int = 8) -> TrainBatch:
     )
 
 
-def make_trainer(folder: Path, *, ref: Path | None = None, observer: Any = None, **flags: dict[str, Any]) -> Any:
+def make_trainer(
+    folder: Path,
+    *,
+    ref: Path | None = None,
+    observer: Any = None,
+    always_log_probs: bool = False,
+    **flags: dict[str, Any],
+) -> Any:
     """A trainer that is set up; keyword arguments are the flags of ``algorithm``, ``batch`` and ``optimizer``."""
     from relax_train.trainer import Trainer
 
@@ -41,7 +48,7 @@ def make_trainer(folder: Path, *, ref: Path | None = None, observer: Any = None,
         optimizer=s.OptimizerSettings(**{"lr": 1e-3, "adam_eps": 1e-3, **flags.get("optimizer", {})}),
         batch=s.BatchSettings(**flags.get("batch", {})),
     )
-    trainer = Trainer(settings, observer=observer)
+    trainer = Trainer(settings, observer=observer, always_log_probs=always_log_probs)
     trainer.setup()
     return trainer
 
@@ -209,6 +216,25 @@ GROUPINGS: list[dict[str, Any]] = [
     {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 24},
     {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 400, "log_probs_max_tokens_per_gpu": 30},
 ]
+
+
+def _log_prob_pass(folder: Path, always: bool) -> Any:
+    trainer = make_trainer(folder, always_log_probs=always)
+    metrics = trainer.train(make_batch(), version=0)
+    weights = weights_of(trainer)
+    trainer.close()
+    return metrics, weights
+
+
+def test_the_log_prob_pass_is_run_where_it_is_asked_for_and_changes_nothing(
+    reference: Any, run_ranks: RunRanks
+) -> None:
+    folder = reference("qwen3").folder
+    [(with_pass, weights)] = run_ranks(_log_prob_pass, 1, folder, True)
+    [(without, expected)] = run_ranks(_log_prob_pass, 1, folder, False)
+    assert "time/log_probs" in with_pass
+    assert "time/log_probs" not in without
+    assert largest_difference(weights, expected) == 0
 
 
 def _group(folder: Path, batch_flags: dict[str, Any], optimizer: dict[str, Any]) -> Any:

@@ -46,6 +46,8 @@ class Trainer:
         settings: model, parallel layout, algorithm, optimizer, batching, checkpoints.
         temperature: sampling temperature of the rollout (``--rollout-temperature``).
         total_steps: optimizer steps of the whole run, where a decaying learning rate ends; None when unknown.
+        always_log_probs: run the forward-only log-prob pass also where the training pass gives the same values, for a
+            profile of the phase ``train_log_probs``, which is empty otherwise. The training result is the same.
         observer: is told of the phases of each step.
     """
 
@@ -55,9 +57,11 @@ class Trainer:
         *,
         temperature: float = 1.0,
         total_steps: int | None = None,
+        always_log_probs: bool = False,
         observer: StepObserver | None = None,
     ) -> None:
         self._settings, self._temperature, self._total_steps = settings, temperature, total_steps
+        self._always_log_probs = always_log_probs
         self._observer: StepObserver = observer or NullObserver()
         self._layout: Layout | None = None
         self._model: Model | None = None
@@ -212,7 +216,7 @@ class Trainer:
     def _train(self, batch: TrainBatch, version: int, offset: int) -> dict[str, float]:
         settings, passes, clock = self._settings, _there(self._passes), _Clock(self.layout)
         steps = optimizer_steps(batch, settings.batch)
-        needs_old = len(steps) > 1 or settings.algorithm.kl_coef != 0
+        needs_old = len(steps) > 1 or settings.algorithm.kl_coef != 0 or self._always_log_probs
         check_samples(batch, settings.batch, passes.split)
         if needs_old or self._reference is not None:
             check_samples(batch, settings.batch, passes.split, forward_only=True)

@@ -1,5 +1,6 @@
 """Checkpoints: a resumed run continues bit for bit, a failed save harms nothing, other layouts take the weights."""
 
+import dataclasses
 import json
 import os
 import resource
@@ -56,6 +57,31 @@ def test_resumed_run_is_the_same_run(
         assert steps == steps2
         assert torch.equal(drawn, drawn2)
         assert all(torch.equal(weights[name], weights2[name]) for name in weights)
+
+
+def _resume_with_other_flags(harness: Any, reference: Any, folder: Path) -> Any:
+    from relax_train.checkpoint import load_checkpoint, save_checkpoint
+
+    first = harness(reference.folder, {}, lr_decay_style="linear", lr_decay_iters=10)
+    first.step(reference.rows[0])
+    save_checkpoint(folder, 0, first.model, first.optimizer)
+    from relax_train.optimizer import build_optimizer
+
+    flags = dataclasses.replace(first.settings.optimizer, lr=0.5, adam_beta2=0.5, weight_decay=0.25)
+    other = build_optimizer(dataclasses.replace(first.settings, optimizer=flags), first.model)
+    load_checkpoint(folder, first.model, other)
+    group = other.megatron.param_groups[-1]
+    moments = [state["step"].item() for part in other.parts for state in part.optimizer.state.values()]
+    return other.lr, group["betas"][1], max(g["weight_decay"] for g in other.megatron.param_groups), moments
+
+
+def test_flags_of_the_new_start_win_over_those_of_the_checkpoint(
+    run_ranks: Any, harness: Any, reference: Any, tmp_path: Path
+) -> None:
+    lr, beta2, decay, steps = run_ranks(_resume_with_other_flags, 1, harness, reference("qwen3"), tmp_path)[0]
+    assert lr == pytest.approx(0.5 * 9 / 10)  # one of ten steps of the new schedule is done
+    assert (beta2, decay) == (0.5, 0.25)
+    assert set(steps) == {1.0}
 
 
 def _weights_only(harness: Any, reference: Any, parallel: dict[str, Any], folder: Path) -> Any:

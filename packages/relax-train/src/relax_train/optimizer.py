@@ -81,10 +81,19 @@ class Optimizer:
         with DeviceContext(), torch.no_grad():
             self.megatron.reload_model_params()
 
+    def remember_options(self) -> None:
+        """Notes the options of all parameter groups, which a load would replace."""
+        self._options = [
+            [{key: value for key, value in group.items() if key != "params"} for group in part.optimizer.param_groups]
+            for part in self.parts
+        ]
+
     def after_load(self) -> None:
         """Mends what megatron's ``load_state_dict`` leaves behind; to be called after it."""
-        for part in self.parts:
+        for part, options in zip(self.parts, self._options, strict=True):
             taken = max(group["step"] for group in part.optimizer.param_groups)
+            for group, option in zip(part.optimizer.param_groups, options, strict=True):
+                group.update(option)  # learning rates, betas, ... are the flags of this start, not those of the save
             for state in part.optimizer.state.values():
                 # Left behind are the steps from before the load, in one tensor that all parameters share, so that Adam
                 # would count each step once a parameter.
@@ -144,6 +153,7 @@ def build_optimizer(settings: TrainSettings, model: Model, *, total_steps: int |
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
+    optimizer.remember_options()
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = megatron.scale_loss
     model.config.no_sync_func = model.chunks[0].no_sync

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_GOOD = 5e-4
+_GOOD = 2e-3
 """Relative gap within a slot, and between ranks, below which nothing more is to be won."""
 _RANKS_GOOD, _RANKS_GOOD_FEW, _FEW_SLOTS = 8e-4, 1.5e-2, 8
 """How far the costliest rank may be above the mean, with at least so many slots, and with fewer: then evening the ranks
@@ -105,7 +105,7 @@ class Bins:
         table = np.array(slots)
         good = _RANKS_GOOD if len(table) >= _FEW_SLOTS else _RANKS_GOOD_FEW
         for allowance in _ALLOWANCES:
-            for _ in range(4 * table.shape[1]):
+            for _ in range(10 * table.shape[1]):
                 loads = self.costs[table].sum(axis=0)
                 order = np.argsort(loads, kind="stable")
                 top = int(order[-1])

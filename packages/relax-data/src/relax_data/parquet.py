@@ -51,7 +51,8 @@ class ParquetRows:
                 if end == self._starts[group + 1]:
                     del self._cursors[group]
             start, group = end, group + 1
-        return _ArrowBlock(pa.Table.from_batches(parts, schema=self._file.schema_arrow))
+        # One chunk a column: taking rows out of many chunks is slow.
+        return _ArrowBlock(pa.Table.from_batches(parts, schema=self._file.schema_arrow).combine_chunks())
 
     def _cursor(self, group: int, row: int) -> "_Cursor":
         cursor = self._cursors.pop(group, None)

@@ -19,10 +19,10 @@ from relax_data.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-_DECODE_ROWS = 256
+_DECODE_ROWS = 1024
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class StreamedRow:
     """One row of the stream.
 
@@ -95,9 +95,10 @@ class StreamingDataset:
         return self._turns.next() // self._rows.count
 
     def __iter__(self) -> Iterator[StreamedRow]:
-        epoch = self.epoch
-        while self.epoch == epoch:
-            position = self._turns.next()
+        count = self._rows.count
+        position = self._turns.next()
+        end = (position // count + 1) * count
+        while (position := self._turns.next()) < end:
             sourced = self._rows.at(position)
             # Taken before it is handed out: a state saved while the caller works on the row does not repeat it.
             self._turns.take()
@@ -281,18 +282,17 @@ class _RowStream:
         if epoch != self._epoch:
             self._plan = EpochPlan(self._units, self._buffer_size, shuffle=self._shuffle, seed=self._seed, epoch=epoch)
             self._epoch, self._window = epoch, None
-        number = self._plan.window_of(within)
-        if self._window is None or self._window.number != number:
+        if self._window is None or not self._window.first <= within < self._window.end:
             # The old window goes before the new one is read: two would double the memory.
             self._window = None
-            self._window = self._read(number)
-        return self._window.row(within - self._plan.bounds(number)[0])
+            self._window = self._read(self._plan.window_of(within))
+        return self._window.row(within - self._window.first)
 
     def _read(self, number: int) -> "_Window":
         pieces = self._plan.pieces(number)
         blocks = [self._readers[p.file].read(p.start, p.stop) for p in pieces]
         names = [(self._readers[p.file].name, p.start) for p in pieces]
-        return _Window(number, [p.first for p in pieces], blocks, names, self._plan.order(number))
+        return _Window(self._plan.bounds(number), [p.first for p in pieces], blocks, names, self._plan.order(number))
 
     def close(self) -> None:
         for reader in self._readers:
@@ -311,9 +311,14 @@ class _Window:
     """Rows of one window in memory, decoded a few at a time."""
 
     def __init__(
-        self, number: int, firsts: list[int], blocks: list[Block], names: list[tuple[str, int]], order: np.ndarray
+        self,
+        bounds: tuple[int, int],
+        firsts: list[int],
+        blocks: list[Block],
+        names: list[tuple[str, int]],
+        order: np.ndarray,
     ):
-        self.number = number
+        self.first, self.end = bounds
         self._firsts, self._blocks, self._names, self._order = firsts, blocks, names, order
         self._decoded: list[SourcedRow | None] = []
         self._decoded_from = 0
@@ -393,8 +398,9 @@ class _Turns:
 def _left(start: int, done: np.ndarray, i: int) -> int:
     """The ``i``-th position from ``start`` on that is not in ``done`` (rising, all above ``start``)."""
     position = start + i
-    while True:
+    while len(done):
         passed = int(np.searchsorted(done, position, side="right"))
         if start + i + passed == position:
             return position
         position = start + i + passed
+    return position

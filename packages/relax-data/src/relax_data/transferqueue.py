@@ -8,6 +8,7 @@ What TransferQueue 0.1.11 needs of us is all in this file:
 - A storage unit that died keeps its callers waiting for 200 s, three times over. Its limits are lowered before it is
   imported, and every call has a deadline of ours. The rows of a dead unit are lost: that is :class:`PlaneFailed`, and
   the run goes on from the checkpoint, whose ledger knows which prompts to generate again.
+- Rows come in the order of reused internal indexes: :class:`relax_data.tqsampler.OldestFirst` puts them in order.
 - Values travel as bytes in jagged uint8 tensors: shape, dtype and empty arrays of a row come back as they were, which
   columns of tensors of unequal or no length do not guarantee.
 """
@@ -60,17 +61,21 @@ class TransferQueuePlane:
         self._client = self._tq.get_client()
         self._partition, self._control = f"{name}/rows", f"{name}/control"
         self._call_seconds = call_seconds
-        # Ids are unique over all writers without asking anyone.
-        self._ids = itertools.count(secrets.randbits(30) << 32)
+        self._writer = secrets.randbits(32)
+        self._counter = itertools.count()
 
     def put(self, columns: Columns) -> list[int]:
         n = row_count(columns)
         if "closed" in self._signals():
             raise PlaneClosed("the plane was closed: no more rows can be put")
-        ids = [next(self._ids) for _ in range(n)]
+        ids = [self._new_id() for _ in range(n)]
         if n:
             self._write(ids, {**columns, _ID: ids}, create=True)
         return ids
+
+    def _new_id(self) -> int:
+        """An id that rises with time and is unique over all writers without asking anyone."""
+        return time.time_ns() << 64 | self._writer << 32 | (next(self._counter) & 0xFFFFFFFF)
 
     def add(self, ids: Sequence[int], columns: Columns) -> None:
         if row_count(columns) != len(ids):
@@ -145,7 +150,10 @@ class TransferQueuePlane:
             return None
         data = self._call("take", self._client.async_get_data(meta))
         found = {name: _unpacked(data[name]) for name in fields}
-        return Rows(found.pop(_ID), found)
+        ids = found.pop(_ID)
+        # The columns of several storage units are put together in the order of the units.
+        order = sorted(range(len(ids)), key=lambda k: ids[k])
+        return Rows([ids[k] for k in order], {c: [found[c][k] for k in order] for c in columns})
 
     def _left(self, consumer: str, columns: Sequence[str]) -> tuple[int, int]:
         """Rows that the consumer has not had: how many are ready, and how many lack a column."""
@@ -154,11 +162,14 @@ class TransferQueuePlane:
         if index is None or produced is None or not len(index):
             there = self._call("status", self._client.async_kv_list(self._partition)).get(self._partition, {})
             return 0, len(there)
-        _, consumed = self._call("status", self._client.async_get_consumption_status(consumer, self._partition))
-        left = [True] * len(index) if consumed is None else [not bool(c) for c in consumed]
-        ready = [bool(p) for p in produced.reshape(len(index), -1).bool().all(dim=1)]
-        n_ready = sum(a and b for a, b in zip(left, ready, strict=True))
-        return n_ready, sum(left) - n_ready
+        taken: set[int] = set()
+        # Asked apart, so others may have put or cleared rows in between: the two go together by index.
+        known, consumed = self._call("status", self._client.async_get_consumption_status(consumer, self._partition))
+        if known is not None and consumed is not None:
+            taken = {int(i) for i, c in zip(known.tolist(), consumed.tolist(), strict=True) if c}
+        complete = produced.reshape(len(index), -1).bool().all(dim=1).tolist()
+        left = [c for i, c in zip(index.tolist(), complete, strict=True) if int(i) not in taken]
+        return sum(left), len(left) - sum(left)
 
     def _signal(self, name: str, reason: str) -> None:
         meta = self._call("signal", self._client.async_kv_retrieve_meta([name], self._control, create=True))
@@ -234,12 +245,15 @@ def _start(units: int) -> Any:
                 f"TransferQueue needs {units + 1} Ray CPUs (one for its controller, one a storage unit) and "
                 f"{free:.0f} are free: lower --num-data-storage-units or give Ray more CPUs"
             ) from None
+    from relax_data.tqsampler import OldestFirst
+
     transfer_queue.init(
         OmegaConf.create(
             {
-                "controller": {"polling_mode": True},
+                "controller": {"polling_mode": True, "sampler": OldestFirst()},
                 "backend": {"SimpleStorage": {"num_data_storage_units": units}},
-            }
+            },
+            flags={"allow_objects": True},
         )
     )
     return transfer_queue

@@ -311,9 +311,14 @@ class TestPromptSource:
         source = self.source([path], tokenizer, rollout_max_prompt_len=6, skip_bad_rows=True, num_epoch=1)
         got = source.next(1000)
         assert [p.label for p in got] == [i for i in range(200) if i % 10 < 5]
-        assert source.drops.counts == Counter(
-            {"longer than --rollout-max-prompt-len 6": 100, "unusable row (--skip-bad-rows)": 1}
-        )
+        dropped = Counter({"longer than --rollout-max-prompt-len 6": 100, "unusable row (--skip-bad-rows)": 1})
+        assert source.drops.counts == dropped
+        # What was dropped before a checkpoint stays counted after it.
+        resumed = self.source([path], tokenizer, rollout_max_prompt_len=6, skip_bad_rows=True, num_epoch=2)
+        resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+        assert len(resumed.next(1000)) == 100
+        assert resumed.drops.counts == dropped + dropped
+        assert resumed.drops.lines()[0].startswith("200 rows dropped: longer than")
 
     def test_an_epoch_without_any_prompt_is_an_error_not_a_loop(self, write_jsonl, tokenizer):
         path = write_jsonl(rows(10))

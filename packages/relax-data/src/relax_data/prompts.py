@@ -41,12 +41,20 @@ class Drops:
         if len(examples) < _EXAMPLES:
             examples.append(example)
 
+    def restore(self, counts: dict[str, int]) -> None:
+        """Goes on from the ``counts`` of a checkpoint; examples are only those seen since."""
+        self.counts = collections.Counter(counts)
+
     def __len__(self) -> int:
         return self.counts.total()
 
     def lines(self) -> list[str]:
         """One readable line a reason; empty when nothing was dropped."""
-        return [f"{n} rows dropped: {why} ({'; '.join(self._examples[why])})" for why, n in self.counts.items()]
+        found = []
+        for why, n in self.counts.items():
+            examples = "; ".join(self._examples.get(why, []))
+            found.append(f"{n} rows dropped: {why}" + (f" ({examples})" if examples else ""))
+        return found
 
 
 class PromptBuilder:

@@ -218,6 +218,7 @@ class StreamingPromptSource:
             "position": self._position,
             "ordinal": self._ordinal,
             "found_in_epoch": self._found_in_epoch,
+            "drops": dict(self.drops.counts),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -226,6 +227,7 @@ class StreamingPromptSource:
         self._rows.check(state)
         self._position, self._ordinal = state["position"], state["ordinal"]
         self._found_in_epoch = state["found_in_epoch"]
+        self.drops.restore(state["drops"])
 
 
 def _slices(paths: str | Sequence[str] | Sequence[FileSlice]) -> list[FileSlice]:

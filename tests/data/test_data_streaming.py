@@ -318,7 +318,7 @@ class TestPromptSource:
         resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
         assert len(resumed.next(1000)) == 100
         assert resumed.drops.counts == dropped + dropped
-        assert resumed.drops.lines()[0].startswith("200 rows dropped: longer than")
+        assert any(line.startswith("200 rows dropped: longer than") for line in resumed.drops.lines())
 
     def test_an_epoch_without_any_prompt_is_an_error_not_a_loop(self, write_jsonl, tokenizer):
         path = write_jsonl(rows(10))

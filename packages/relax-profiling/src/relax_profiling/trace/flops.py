@@ -10,54 +10,53 @@ from typing import Any
 Shape = list[int]
 
 
-def operator_flops(name: str, shapes: Any, concrete: Any = None) -> float:
+def operator_flops(name: str, shapes: Any) -> float:
     """Operations of one call; 0 for operators that are not counted.
 
     Only the innermost operators count (``aten::mm``, not the ``aten::linear`` around it).
 
     Args:
         shapes: "Input Dims" of the event: one list of sizes an argument, empty for what is no tensor.
-        concrete: "Concrete Inputs" of the event: the text of the other arguments.
     """
     count = _COUNTERS.get(name)
     if count is None:
         return 0.0
     try:
-        return float(count(shapes, concrete))
+        return float(count(shapes))
     except (IndexError, TypeError, ValueError):
         return 0.0
 
 
-def _mm(shapes: list[Shape], _: Any) -> float:
+def _mm(shapes: list[Shape]) -> float:
     (m, k), (_k, n) = shapes[0], shapes[1]
     return 2.0 * m * k * n
 
 
-def _addmm(shapes: list[Shape], _: Any) -> float:
-    return _mm(shapes[1:], _)
+def _addmm(shapes: list[Shape]) -> float:
+    return _mm(shapes[1:])
 
 
-def _bmm(shapes: list[Shape], _: Any) -> float:
+def _bmm(shapes: list[Shape]) -> float:
     (b, m, k), (_b, _k, n) = shapes[0], shapes[1]
     return 2.0 * b * m * k * n
 
 
-def _baddbmm(shapes: list[Shape], _: Any) -> float:
-    return _bmm(shapes[1:], _)
+def _baddbmm(shapes: list[Shape]) -> float:
+    return _bmm(shapes[1:])
 
 
-def _attention(shapes: list[Shape], _: Any) -> float:
+def _attention(shapes: list[Shape]) -> float:
     """Query [b, h, s, d] and key [b, h_kv, t, d]: two products of 2*b*h*s*t*d."""
     (b, h, s, d), (_b, _h, t, _d) = shapes[0], shapes[1]
     return 4.0 * b * h * s * t * d
 
 
-def _attention_backward(shapes: list[Shape], _: Any) -> float:
+def _attention_backward(shapes: list[Shape]) -> float:
     """Five products instead of two; the first argument is the gradient, shaped like the query."""
-    return _attention(shapes[1:], _) * 2.5
+    return _attention(shapes[1:]) * 2.5
 
 
-def _grouped_mm(shapes: list[Shape], _: Any) -> float:
+def _grouped_mm(shapes: list[Shape]) -> float:
     """Tokens [m, k] against experts [e, k, n]: every token meets one expert."""
     (m, k), (_e, _k, n) = shapes[0], shapes[1]
     return 2.0 * m * k * n
@@ -79,6 +78,9 @@ _COUNTERS = {
     "aten::_scaled_dot_product_efficient_attention_backward": _attention_backward,
     "aten::_scaled_dot_product_cudnn_attention_backward": _attention_backward,
 }
+
+COUNTED = frozenset(_COUNTERS)
+"""The operators whose operations are counted."""
 
 # Dense peaks in TFLOP/s (no sparsity), from the makers' data sheets: 16-bit with float32 accumulation, float32 on
 # tensor cores (TF32) where there is one, and 8-bit float.

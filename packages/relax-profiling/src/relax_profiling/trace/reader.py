@@ -17,10 +17,10 @@ import orjson
 
 Event = dict[str, Any]
 
-_CHUNK = 4 << 20
-_COMPRESSED_PIECE = 1 << 20
+_CHUNK = 1 << 20
+_COMPRESSED_PIECE = 64 << 10
 # How much of a buffer's end is searched for the boundary between two events, and how many boundaries are tried.
-_BOUNDARY_WINDOW = 64 << 10
+_BOUNDARY_WINDOW = 16 << 10
 _BOUNDARY_TRIES = 40
 # The longest run of pieces that is tried as one event when an event holds something that looks like a boundary.
 _MAX_JOIN = 8

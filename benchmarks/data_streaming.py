@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 BUFFER = 10_000
 AFTER_RESUME = 2_000
 PEERS = {"datasets": "datasets", "mosaicml-streaming": "mosaicml-streaming"}
@@ -41,15 +43,16 @@ def write_files(folder: Path, megabytes: int) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    words = [f"word{i * 7919 % 1000}" for i in range(1000)]
+    # Random words, so that parquet cannot compress the text away.
+    rng = np.random.default_rng(0)
+    words = ["".join(chr(97 + c) for c in rng.integers(0, 26, 2 + i % 8)) for i in range(5000)]
     schema = pa.schema([("id", pa.int64()), ("input", pa.string()), ("label", pa.string())])
     with open(folder / "data.jsonl", "w") as lines, pq.ParquetWriter(folder / "data.parquet", schema) as table:
         number = 0
         while lines.tell() < megabytes << 20:
             rows = []
-            for _ in range(100_000):
-                length = 40 + number * 31 % 160
-                text = " ".join(words[(number * 17 + k * 13) % 1000] for k in range(length))
+            for draw in rng.integers(0, len(words), (100_000, 200)):
+                text = " ".join([words[k] for k in draw[: 40 + number * 31 % 160]])
                 rows.append({"id": number, "input": text, "label": str(number)})
                 number += 1
             lines.writelines(json.dumps(r) + "\n" for r in rows)

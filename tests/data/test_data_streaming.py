@@ -327,7 +327,13 @@ class TestPromptSource:
 
     def test_a_bad_row_stops_with_its_name(self, write_jsonl, tokenizer):
         path = write_jsonl([*rows(2), "nonsense"])
+        source = self.source([path], tokenizer)
+        before = source.state_dict()
         with pytest.raises(DataError, match=r"prompts.jsonl:3: not valid JSON.*--skip-bad-rows"):
-            self.source([path], tokenizer).next(5)
+            source.next(5)
+        assert source.state_dict() == before
+        assert [p.ordinal for p in source.next(2)] == [0, 1]
+        with pytest.raises(DataError, match=r"prompts.jsonl:1: key 'prompt' is missing .*--input-key"):
+            self.source([path], tokenizer, input_key="prompt")
         with pytest.raises(TypeError, match="only after an epoch"):
             len(self.source([path], tokenizer))

@@ -90,6 +90,12 @@ class PromptBuilder:
         tokens = iter(self._tokenise(texts))
         return [None if d is None else self._finish(d, next(tokens)) for d in drafts]
 
+    def check(self, sourced: SourcedRow) -> None:
+        """Raises :class:`DataError` when the row is unusable; counts nothing."""
+        if isinstance(sourced.row, DataError):
+            raise sourced.row
+        self._draft(sourced.row, sourced.source)
+
     def _tokenise(self, texts: list[str]) -> Sequence[Sequence[int]]:
         if not texts:
             return []

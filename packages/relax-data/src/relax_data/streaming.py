@@ -162,6 +162,9 @@ class StreamingPromptSource:
         self._files = files
         self._position = self._ordinal = 0
         self._found_in_epoch = 0
+        if not settings.skip_bad_rows and (first := self._rows.at(0)) is not None:
+            # A wrong --input-key is wrong in the first row already: better said before engines and trainers start.
+            builder.check(first)
 
     @property
     def drops(self) -> Drops:
@@ -171,6 +174,15 @@ class StreamingPromptSource:
         raise TypeError("a streaming source knows how many prompts pass its filters only after an epoch")
 
     def next(self, n: int) -> list[Prompt]:
+        before = (self._position, self._ordinal, self._found_in_epoch)
+        try:
+            return self._next(n)
+        except DataError:
+            # Whoever goes on after the error asks for the same prompts again: none of this call is lost.
+            self._position, self._ordinal, self._found_in_epoch = before
+            raise
+
+    def _next(self, n: int) -> list[Prompt]:
         taken: list[Prompt] = []
         while len(taken) < n:
             # Never more rows than prompts are missing: a row that was read has been handed out or dropped.

@@ -19,7 +19,7 @@ _MARK = re.compile(r"<(image|video|audio)>")
 _EXAMPLES = 3
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class SourcedRow:
     """A decoded row, or why there is none, and where it stands (``file:line``, 1-based)."""
 

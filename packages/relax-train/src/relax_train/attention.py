@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from relax_train.mcore import MegatronModule, PackedSeqParams, ProcessGroupCollection, tensor_parallel
+from relax_train.rotary import rotary_tables, rotate
 
 
 def zigzag_positions(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor:
@@ -59,6 +60,7 @@ class _Plan:
         borders = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         self._borders, self._cp_size, self._cp_rank, self._device = borders, cp_size, cp_rank, device
         self._max_length = packed.max_seqlen_q
+        self._rotary: dict[tuple[int, float, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     @functools.cached_property
     def borders(self) -> list[int]:
@@ -88,6 +90,22 @@ class _Plan:
         """int64: index that brings the gathered keys into the order of the segments, repeated where shared."""
         order = self.key_order
         return torch.cat([order[s.key : s.key + s.keys] for s in self.segments])
+
+    def rotary(self, tokens: int, dim: int, theta: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tables of :func:`rotary_tables` for the ``tokens`` that this rank holds; all layers share them."""
+        key = (dim, theta, dtype)
+        if key not in self._rotary:
+            self._rotary[key] = rotary_tables(self._positions(tokens), dim, theta, dtype)
+        return self._rotary[key]
+
+    def _positions(self, tokens: int) -> torch.Tensor:
+        """int64 ``[tokens]``: position in its document of each token that this rank holds."""
+        borders = self._borders.to(device=self._device, dtype=torch.int64)
+        if self._cp_size == 1:
+            held = torch.arange(tokens, device=self._device)
+        else:
+            held = zigzag_positions(self.borders, self._cp_size, self._cp_rank).to(self._device)
+        return held - borders[torch.searchsorted(borders, held, right=True) - 1]
 
     @functools.cached_property
     def varlen(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -146,7 +164,11 @@ def _by_document(
 
 
 class PackedAttention(MegatronModule):
-    """``core_attention`` of a megatron-core layer, for packed sequences. Holds no parameters; no dropout."""
+    """``core_attention`` of a megatron-core layer, for packed sequences. Holds no parameters; no dropout.
+
+    With ``rope_theta`` it rotates queries and keys itself (see :mod:`relax_train.rotary`); the model is then built with
+    megatron-core's position embedding "none".
+    """
 
     def __init__(
         self,
@@ -158,11 +180,12 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        rope_theta: float | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        self.cp_group, self.softmax_scale = groups.cp, softmax_scale
+        self.cp_group, self.softmax_scale, self.rope_theta = groups.cp, softmax_scale, rope_theta
 
     def forward(
         self,
@@ -187,6 +210,10 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params is not None, "the model takes packed sequences only: pass packed_seq_params"
         tokens, cp = query.size(0), self.cp_group.size()
         plan = _plan(packed_seq_params, cp, self.cp_group.rank(), query.device)
+        if self.rope_theta is not None:
+            wide = torch.promote_types(query.dtype, torch.float32)
+            tables = plan.rotary(tokens, query.size(-1), self.rope_theta, wide)
+            query, key = rotate(query, *tables), rotate(key, *tables)
         if cp > 1:
             key, value = (
                 tensor_parallel.gather_from_sequence_parallel_region(

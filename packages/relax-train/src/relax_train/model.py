@@ -234,13 +234,14 @@ def build_model(settings: TrainSettings, layout: Layout, *, folder: str | None =
         config = transformer_config(settings, layout, hf_config)
         gpt = GPTModel(
             config=config,
-            transformer_layer_spec=stage_spec(config, layers[first : first + per_stage]),
+            transformer_layer_spec=stage_spec(
+                config, layers[first : first + per_stage], rope_theta=rope_theta(hf_config)
+            ),
             vocab_size=padded,
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=layout.is_first_stage,
             post_process=layout.is_last_stage,
-            position_embedding_type="rope",
-            rotary_base=rope_theta(hf_config),
+            position_embedding_type="none",  # PackedAttention rotates, all documents of a row at once
             share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
         ).to(layout.device)
         if layout.is_last_stage and padded > vocab and layout.tp_rank == layout.tp_size - 1:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from relax_train.attention import PackedAttention
-from relax_train.mcore import TransformerBlockSubmodules, TransformerConfig, get_gpt_layer_local_spec
+from relax_train.mcore import ModuleSpec, TransformerBlockSubmodules, TransformerConfig, get_gpt_layer_local_spec
 
 
 class Norm(torch.nn.RMSNorm):
@@ -20,11 +20,12 @@ class Norm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def layer_spec(config: TransformerConfig, *, experts: bool) -> Any:
+def layer_spec(config: TransformerConfig, *, experts: bool, rope_theta: float) -> Any:
     """Spec of one transformer layer: megatron-core's local one with our norms and our attention.
 
     Args:
         experts: whether its MLP is a mixture of experts.
+        rope_theta: base of the rotary embedding.
     """
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if experts else None,
@@ -37,12 +38,12 @@ def layer_spec(config: TransformerConfig, *, experts: bool) -> Any:
     attention = layer.self_attention.submodules
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    attention.core_attention = PackedAttention
+    attention.core_attention = ModuleSpec(module=PackedAttention, params={"rope_theta": rope_theta})
     return spec
 
 
-def stage_spec(config: TransformerConfig, experts: list[bool]) -> TransformerBlockSubmodules:
+def stage_spec(config: TransformerConfig, experts: list[bool], *, rope_theta: float) -> TransformerBlockSubmodules:
     """Spec of a pipeline stage; ``experts[i]`` says whether its i-th layer is a mixture of experts."""
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(config, experts=flag) for flag in experts], layer_norm=Norm
+        layer_specs=[layer_spec(config, experts=flag, rope_theta=rope_theta) for flag in experts], layer_norm=Norm
     )

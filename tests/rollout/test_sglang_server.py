@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from relax_rollout.engine import EngineDied, GenerateRequest, SamplingParams
+from relax_rollout.sglang import cpu
 from relax_rollout.sglang.client import SGLangEngine
 from relax_rollout.sglang.guardian import shared_memory
 from relax_rollout.sglang.log import last_lines, last_words
@@ -90,6 +91,13 @@ def test_the_gpu_path_does_not_import_the_cpu_part(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "SGLANG_USE_CPU_ENGINE"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_cpu_server_loads_few_model_files_unless_told_otherwise() -> None:
+    skipped = cpu.environment({})["SGLANG_DISABLED_MODEL_ARCHS"].split(",")
+    assert "deepseek_v2" in skipped
+    assert not cpu.MODEL_FILES & set(skipped)
+    assert cpu.environment({"SGLANG_DISABLED_MODEL_ARCHS": ""})["SGLANG_DISABLED_MODEL_ARCHS"] == ""
 
 
 def test_options_without_meaning_are_refused(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import psutil
 import pytest
 from relax_rollout.sglang.server import GUARDIAN
 
-# A tree like that of a server: a child, a grandchild in its own session whose parent has ended (a daemon), a file in
-# /dev/shm, and a temporary file.
+# A tree like that of a server: a child, a grandchild in its own session whose parent has ended (a daemon), a file and
+# a semaphore in /dev/shm, and a temporary file.
 TREE = """
-import mmap, os, subprocess, sys, tempfile, time
+import _multiprocessing, mmap, os, subprocess, sys, tempfile, time
 sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
 subprocess.Popen(sleep)
 spawn = f"import subprocess as s; print(s.Popen({sleep!r}, start_new_session=True, stdout=-3, stderr=-3).pid)"
@@ -26,6 +26,9 @@ shm.write(b"x" * 4096)
 shm.flush()
 mapped = mmap.mmap(shm.fileno(), 4096)
 tempfile.NamedTemporaryFile(delete=False)
+# What multiprocessing makes for each lock, without its resource tracker.
+semaphore = f"/relax-test-{os.getpid()}"
+lock = _multiprocessing.SemLock(0, 1, 1, semaphore, False)
 with open(sys.argv[1], "w") as f:
     f.write(f"{daemon} {shm.name} {tempfile.gettempdir()}")
 time.sleep(300)
@@ -56,6 +59,8 @@ class Tree:
         self.guardian, note = guardian, folder / "note"
         until(lambda: note.exists() and len(note.read_text().split()) == 3, "the tree to run")
         daemon, self.shm, self.temporary = note.read_text().split()
+        self.semaphore = "/dev/shm/sem." + os.path.basename(self.shm)
+        assert os.path.exists(self.semaphore)
         until(lambda: len(guardian.children(recursive=True)) >= 3, "the whole tree")
         self.pids = [p.pid for p in guardian.children(recursive=True)]
         assert int(daemon) in self.pids, "the daemon must be below the guardian"
@@ -64,6 +69,7 @@ class Tree:
         until(lambda: not any(map(running, self.pids)), "the tree to end", 15)
         until(lambda: not running(self.guardian.pid), "the guardian to end", 15)
         assert not os.path.exists(self.shm)
+        assert not os.path.exists(self.semaphore)
         assert not os.path.exists(self.temporary)
 
 
@@ -99,6 +105,7 @@ def test_the_death_of_the_command_ends_what_it_left(start: Callable[[], tuple[su
     until(lambda: not os.path.exists(tree.temporary), "the temporary folder to go", 15)
     # The guardian looks for shared memory now and then; nobody had it mapped any more when this command was dead.
     Path(tree.shm).unlink(missing_ok=True)
+    Path(tree.semaphore).unlink(missing_ok=True)
 
 
 def test_a_signal_to_the_guardian_ends_everything(start: Callable[[], tuple[subprocess.Popen[bytes], Tree]]) -> None:
@@ -119,6 +126,7 @@ def test_kill_9_of_the_guardian_takes_the_command_along(
     for process in others:
         process.kill()
     os.unlink(tree.shm)
+    os.unlink(tree.semaphore)
     shutil.rmtree(tree.temporary)
 
 

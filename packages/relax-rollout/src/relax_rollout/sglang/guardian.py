@@ -25,7 +25,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 TICK_S = 1.0
 END_DEADLINE_S = 10.0
-SHM_SCAN_TICKS = 15
+SHM_SCAN_TICKS = 5
+TRACKER_GRACE_S = 4.0
 
 
 def parents() -> dict[int, int]:
@@ -56,18 +57,23 @@ def descendants(root: int) -> list[int]:
 
 
 def shared_memory(pids: list[int]) -> set[str]:
-    """Files under /dev/shm that the processes have mapped."""
-    found = set()
+    """Files under /dev/shm that the processes have mapped.
+
+    Told by inode: a semaphore is mapped under a temporary name that is gone, and linked to its own name afterwards.
+    """
+    inodes = set()
     for pid in pids:
         try:
             with open(f"/proc/{pid}/maps", errors="replace") as f:
                 for line in f:
-                    start = line.find("/dev/shm/")
-                    if start >= 0 and not line.rstrip().endswith("(deleted)"):
-                        found.add(line[start:].rstrip())
-        except OSError:
+                    if "/dev/shm/" in line:
+                        inodes.add(int(line.split(maxsplit=5)[4]))
+        except (OSError, ValueError, IndexError):
             continue
-    return found
+    if not inodes:
+        return set()
+    with os.scandir("/dev/shm") as files:
+        return {file.path for file in files if file.inode() in inodes}
 
 
 def is_tracker(pid: int) -> bool:
@@ -153,7 +159,7 @@ class Guardian:
     def end_tree(self) -> None:
         """Kills everything below us and removes what it left in /dev/shm and in the temporary folder."""
         deadline = time.monotonic() + END_DEADLINE_S
-        trackers_until = time.monotonic() + 2.0
+        trackers_until = time.monotonic() + TRACKER_GRACE_S
         first = True
         while time.monotonic() < deadline:
             alive = descendants(os.getpid())

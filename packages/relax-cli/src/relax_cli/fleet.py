@@ -42,19 +42,22 @@ class Fleet:
         debug = self.config.debug
         slots_needed = max(self.shape.train_ranks, self.shape.engines * self.shape.gpus_per_engine)
         self._group, slots = reserve(slots_needed, gpus=self.shape.device == "cuda")
+        watched: list[Any] = []
         setup: list[Any] = []
         if not debug.debug_train_only:
+            # First, because it finds unusable prompts and rewards in seconds.
+            create = self._actor(self._rollout_class(), slots[0].bundle, cpus=0.0, max_concurrency=16)
+            self._rollout = create(self.config)
+            watched.append(self._rollout.ready.remote())
             self._create_engines(slots)
         if not debug.debug_rollout_only:
             self._create_trainers(slots)
             # On a GPU the engine measures the free memory when it starts, so the trainer may only import meanwhile.
             setup = self._setup_trainers() if self.shape.device == "cpu" else self._all_trainers("prepare")
         if self._engine_actors:
-            self._start_engines(setup)
-            self._rollout = self._actor(self._rollout_class(), slots[0].bundle, cpus=0.0, max_concurrency=16)(
-                self.config, self.engine_info
-            )
-            self.rollout("ready", what="prompts, tokenizer and reward to load", deadline_s=SETUP_DEADLINE_S)
+            self._start_engines(watched + setup)
+            wait_for(watched, "the prompts to load", stop=self._stop, deadline_s=SETUP_DEADLINE_S)
+            self.rollout("connect", self.engine_info, what="the rollout manager to know the engines")
         if self._trainers:
             self._finish_trainers(setup)
 
@@ -135,7 +138,7 @@ class Fleet:
         return [getattr(t, method).remote(*args) for t in self._trainers]
 
     def _start_engines(self, meanwhile: list[Any]) -> None:
-        """Waits for all servers; a trainer that fails meanwhile ends the wait at once."""
+        """Waits for all servers; any other part that fails meanwhile ends the wait at once."""
         import ray
 
         pending = [a.start.remote() for a in self._engine_actors]

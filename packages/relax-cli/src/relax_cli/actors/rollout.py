@@ -11,30 +11,42 @@ from relax_cli.actors.process import start_log
 if TYPE_CHECKING:
     from relax_rollout.engine import MemoryTag
     from relax_rollout.rollout import RolloutProgress
+    from relax_rollout.sglang.client import SGLangEngine
 
 
 class RolloutActor:
     """One per run. Async, so that hundreds of requests share its event loop."""
 
-    def __init__(self, config: Any, engine_info: list[dict[str, Any]]) -> None:
-        """Opens prompts and reward, and connects to the engines.
+    def __init__(self, config: Any) -> None:
+        """Opens prompts, tokenizer and reward; a fault in them ends the start before an engine has loaded.
 
         Args:
             config: the run's ``RunConfig``.
-            engine_info: what ``EngineActor.start`` returned, in engine order.
         """
         start_log(config.run_dir, "rollout")
         from relax_data.source import open_prompts
-        from relax_rollout.loop import RolloutLoop
         from relax_rollout.rewards import build_reward
-        from relax_rollout.sglang.client import SGLangEngine
         from transformers import AutoTokenizer
 
         self._config = config
         self._status = "idle"
         self._tokenizer = AutoTokenizer.from_pretrained(config.train.model.hf_checkpoint)
         self._source = open_prompts(config.data, self._tokenizer, num_epoch=config.run.num_epoch)
+        self._eval_prompts = self._open_eval_prompts()
         self._reward = build_reward(config.reward)
+        self._engines: list[SGLangEngine] = []
+        self._profiler: Any = None
+
+    async def connect(self, engine_info: list[dict[str, Any]]) -> None:
+        """Takes the engines into use.
+
+        Args:
+            engine_info: what ``EngineActor.start`` returned, in engine order.
+        """
+        from relax_rollout.loop import RolloutLoop
+        from relax_rollout.sglang.client import SGLangEngine
+
+        config = self._config
         self._engines = [
             SGLangEngine(info["url"], name=info["name"], log_path=info["log_path"]) for info in engine_info
         ]
@@ -49,7 +61,6 @@ class RolloutActor:
             progress=self._tell_progress,
         )
         self._profiler = self._build_profiler([info["url"] for info in engine_info])
-        self._eval_prompts: dict[str, Any] | None = None
 
     def _build_profiler(self, urls: list[str]) -> Any:
         settings = self._config.sglang_profile
@@ -103,8 +114,6 @@ class RolloutActor:
         """Evaluates all of ``--eval-prompt-data`` with the weights the engines serve, of this version."""
         from relax_rollout.evaluation import evaluate
 
-        if self._eval_prompts is None:
-            self._eval_prompts = self._open_eval_prompts()
         return await evaluate(
             self._engines,
             self._eval_prompts,
@@ -151,5 +160,6 @@ class RolloutActor:
         self._loop.load_state_dict(state)
 
     async def close(self) -> None:
+        await self._reward.close()
         for engine in self._engines:
             await engine.close()

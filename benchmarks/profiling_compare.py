@@ -4,8 +4,8 @@
     python benchmarks/profiling_compare.py --hta-python /tmp/hta/bin/python [FOLDER ...]
 
 Without folders: the recorded traces of the tests, and a made trace of two ranks with 100,000 events each. HTA rounds
-times down to whole microseconds unless HTA_DISABLE_NS_ROUNDING is set; both are shown. Times are without imports. (HTA 0.5.0 fails on
-larger traces with pandas 3.)
+times down to whole microseconds unless HTA_DISABLE_NS_ROUNDING is set; both are shown. Times are without
+imports. (HTA 0.5.0 fails on larger traces with pandas 3.)
 """
 
 import argparse

@@ -13,6 +13,8 @@ from relax_profiling.trace.reader import Event, NotATrace, TraceReader
 
 COMPUTE, COMMUNICATION, MEMORY = 0, 1, 2
 
+# Microseconds: a duration of four months and a time of three thousand years are damage.
+_LONGEST, _FURTHEST = 1e13, 1e17
 # NCCL and RCCL, and the all-reduce kernels that inference engines bring themselves.
 _COMMUNICATION_KERNEL = re.compile(
     r"^(nccl|rccl)|cross_device_reduce|one_shot_all_reduce|two_shot_all_reduce|multimem_all_reduce|"
@@ -175,6 +177,7 @@ class _Loader:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._kinds: dict[str, int] = {}
+        self._name_ids = trace._name_ids
         self.malformed = 0
         self._takers: dict[Any, Callable[[Event], None]] = {
             "cpu_op": self._operator,
@@ -218,12 +221,18 @@ class _Loader:
         trace.collectives.sort(key=lambda c: c.start)
 
     def _operator(self, e: Event) -> None:
-        start, duration = _times(e)
+        start = float(e["ts"])
+        duration = float(e.get("dur", 0.0))
+        if not (0.0 <= duration < _LONGEST and -_FURTHEST < start < _FURTHEST):
+            raise ValueError("impossible time")
         trace = self._trace
+        name = e["name"]
+        # Before the columns grow: a name that is no text must not leave them uneven.
+        name_id = self._name_ids.get(name)
+        if name_id is None:
+            name_id = trace.name_id(name)
         thread = e.get("tid")
         columns = trace.threads.get(thread)
-        name = e["name"]
-        name_id = trace.name_id(name)  # before the columns grow: a name that is no text must not leave them uneven
         if columns is None:
             columns = trace.threads[thread] = HostColumns()
         columns.start.append(start)
@@ -238,7 +247,10 @@ class _Loader:
                     trace.flops[dtype] = trace.flops.get(dtype, 0.0) + counted
 
     def _device_activity(self, e: Event) -> None:
-        start, duration = _times(e)
+        start = float(e["ts"])
+        duration = float(e.get("dur", 0.0))
+        if not (0.0 <= duration < _LONGEST and -_FURTHEST < start < _FURTHEST):
+            raise ValueError("impossible time")
         trace = self._trace
         arguments = e.get("args") or {}
         device = arguments.get("device")
@@ -267,7 +279,10 @@ class _Loader:
             trace.collectives.append(Collective(what, group, count, members, start, start + duration))
 
     def _launch(self, e: Event) -> None:
-        start, duration = _times(e)
+        start = float(e["ts"])
+        duration = float(e.get("dur", 0.0))
+        if not (0.0 <= duration < _LONGEST and -_FURTHEST < start < _FURTHEST):
+            raise ValueError("impossible time")
         trace = self._trace
         correlation = e["args"].get("correlation")
         if correlation is not None:
@@ -293,10 +308,10 @@ class _Loader:
 
 
 def _times(e: Event) -> tuple[float, float]:
-    """Start and duration in microseconds."""
+    """Start and duration in microseconds; the handlers of the most frequent events have these lines in them."""
     start = float(e["ts"])
     duration = float(e.get("dur", 0.0))
-    if not (0.0 <= duration < 1e13 and -1e17 < start < 1e17):
+    if not (0.0 <= duration < _LONGEST and -_FURTHEST < start < _FURTHEST):
         raise ValueError("impossible time")
     return start, duration
 

@@ -111,7 +111,7 @@ class Check:
     @torch.no_grad()
     def disturb(self) -> None:
         for parameter in self.model.parameters():
-            parameter.mul_(1.0 + 0.05 * torch.rand((), device=parameter.device))
+            parameter.mul_(0.975 + 0.05 * torch.rand((), device=parameter.device))
 
     async def push(self, version: int) -> float:
         begin = time.perf_counter()

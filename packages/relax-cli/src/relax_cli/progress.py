@@ -34,8 +34,8 @@ class Progress:
             f"staleness {get('rollout/staleness_max', 0.0):.0f}",
             " ".join(f"{phase} {get(f'time/{phase}', 0.0):.2f}s" for phase in PHASES),
         ]
-        if "train/loss" in scalars:
-            parts.insert(2, f"loss {scalars['train/loss']:+.4f}")
+        if "train/grad_norm" in scalars:  # the loss itself is near 0 by construction: advantages sum to 0 in a group
+            parts.insert(2, f"grad norm {scalars['train/grad_norm']:.3f}")
         self.note("  ".join(parts))
 
     def evaluation(self, rollout_id: int, scalars: dict[str, float]) -> None:

@@ -132,7 +132,9 @@ class Bins:
     def _even_rank_pair(self, table: np.ndarray, top: int, low: int, gap: float, allowance: float) -> bool:
         """The one exchange, in whatever slot, that evens the two ranks best."""
         best: tuple[float, int, int, int] | None = None
-        ceilings = self.costs[table].max(axis=1) * (1 + allowance)
+        # A sum, not a product: an allowance without bound on a slot without cost.
+        costliest = self.costs[table].max(axis=1)
+        ceilings = costliest + (allowance * costliest if np.isfinite(allowance) else np.inf)
         for k, ceiling in enumerate(ceilings.tolist()):
             a, b = int(table[k, top]), int(table[k, low])
             if self.costs[b] >= ceiling:

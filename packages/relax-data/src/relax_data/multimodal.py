@@ -213,15 +213,22 @@ class _Processes:
         return future
 
     def _serve(self, worker: "_Worker") -> None:
-        while (item := self._jobs.get()) is not None:
-            job, future = item
-            if not future.set_running_or_notify_cancel():
-                continue
+        while self._serve_one(worker):
+            pass
+        worker.stop()
+
+    def _serve_one(self, worker: "_Worker") -> bool:
+        """One job; False at the end. A function of its own, so that no variable holds a result while it waits."""
+        item = self._jobs.get()
+        if item is None:
+            return False
+        job, future = item
+        if future.set_running_or_notify_cancel():
             try:
                 future.set_result(self._run(worker, job))
             except BaseException as error:
                 future.set_exception(error)
-        worker.stop()
+        return True
 
     def _run(self, worker: "_Worker", job: _Job) -> Features:
         deaths = []

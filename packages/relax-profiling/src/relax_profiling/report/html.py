@@ -7,7 +7,7 @@ from relax_profiling.analysis.top import TopEntry
 from relax_profiling.report.model import Finding, MemoryReport, Report, TraceReport
 from relax_profiling.report.style import page, table, text
 from relax_profiling.report.text import milliseconds, size, trace_title
-from relax_profiling.report.timeline import timeline_svg
+from relax_profiling.report.timeline import timeline
 from relax_profiling.snapshot.analyse import Holder
 
 _PARTS = (
@@ -149,7 +149,7 @@ def _memory(m: MemoryReport) -> str:
                 f'<p style="color:var(--warn)">out of memory: {text(size(oom.asked))} asked for, '
                 f"{text(size(oom.device_free))} free on the device; asked at {text(oom.stack[0])}</p>"
             )
-        parts.append(timeline_svg(d))
+        parts.append(timeline(d))
         parts.append(_holders("held at the peak", d.peak_holders) + _holders("held at the end", d.held))
     if m.host_peak is not None:
         parts.append(

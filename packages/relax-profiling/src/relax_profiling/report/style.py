@@ -30,8 +30,13 @@ code { font:0.88em ui-monospace, Consolas, monospace; background:var(--bg); bord
 th { text-align:left; color:var(--soft); font-weight:600; } td, th { padding:3px 7px 3px 0; vertical-align:top; }
 tr + tr td { border-top:1px solid var(--line); } td.n, th.n { text-align:right; white-space:nowrap; }
 td.name { overflow-wrap:anywhere; min-width:5.5em; }
+td.name:first-child { min-width:8em; }
 details > summary { cursor:pointer; color:var(--accent); margin:6px 0; }
-svg { width:100%; height:auto; display:block; } svg text { fill:var(--soft); font-size:12px; }
+.timeline { display:grid; grid-template-columns:auto minmax(0,1fr); gap:2px 8px; margin:8px 0; font-size:.75rem;
+  color:var(--soft); }
+.timeline svg { width:100%; height:220px; display:block; } .timeline .times { grid-column:2; }
+.levels { display:flex; flex-direction:column; justify-content:space-between; text-align:right; white-space:nowrap; }
+.times { display:flex; justify-content:space-between; }
 pre { margin:4px 0; white-space:pre-wrap; overflow-wrap:anywhere; font-size:.78rem; color:var(--soft); }
 """
 

@@ -39,7 +39,9 @@ def milliseconds(us: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in MiB or GiB."""
+    """Bytes in the unit that suits them."""
+    if 0 < count < _MIB:
+        return f"{count / 1024:.1f} KiB"
     return f"{count / _MIB:.1f} MiB" if count < 1024 * _MIB else f"{count / _MIB / 1024:.2f} GiB"
 
 

@@ -4,7 +4,8 @@ from relax_profiling.report.style import text
 from relax_profiling.report.text import size
 from relax_profiling.snapshot.analyse import DeviceMemory
 
-WIDTH, HEIGHT, _LEFT, _BOTTOM, _TOP = 1000, 260, 70, 24, 10
+WIDTH, HEIGHT, _TOP = 1000, 220, 8
+_THIN = 'vector-effect="non-scaling-stroke"'
 _COLUMNS = 900
 
 
@@ -27,8 +28,11 @@ def downsample(times: list[float], values: list[int], columns: int = _COLUMNS) -
     return points
 
 
-def timeline_svg(device: DeviceMemory) -> str:
-    """The curve with its peak and its out-of-memory errors marked; empty when nothing was recorded over time."""
+def timeline(device: DeviceMemory) -> str:
+    """The curve with its peak marked, as wide as the page allows; empty when nothing was recorded over time.
+
+    The picture is stretched to its place, so the labels stand beside it as text.
+    """
     if not device.curve:
         return ""
     points = downsample(device.times, device.curve)
@@ -36,30 +40,31 @@ def timeline_svg(device: DeviceMemory) -> str:
     top = max(device.peak, 1)
 
     def x(time: float) -> float:
-        return _LEFT + (WIDTH - _LEFT - 10) * time / last
+        return WIDTH * time / last
 
     def y(value: float) -> float:
-        return HEIGHT - _BOTTOM - (HEIGHT - _BOTTOM - _TOP) * value / top
+        return HEIGHT - (HEIGHT - _TOP) * value / top
 
-    path = [f"M{x(points[0][0]):.1f},{y(0):.1f}"]
+    path = [f"M{x(points[0][0]):.1f},{HEIGHT}"]
     before = 0
     for time, value in points:
         path.append(f"L{x(time):.1f},{y(before):.1f}L{x(time):.1f},{y(value):.1f}")
         before = value
-    path.append(f"L{x(last):.1f},{y(before):.1f}L{x(last):.1f},{y(0):.1f}Z")
-    marks = []
-    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
-        at = y(top * part)
-        marks.append(f'<line x1="{_LEFT}" x2="{WIDTH - 10}" y1="{at:.1f}" y2="{at:.1f}" stroke="var(--line)"/>')
-        marks.append(f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{text(size(top * part))}</text>')
-        seconds = last * part
-        anchor = "end" if part == 1.0 else "middle" if part else "start"
-        marks.append(f'<text x="{x(seconds):.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{seconds:.2f} s</text>')
-    peak = f'<circle cx="{x(min(device.peak_time, last)):.1f}" cy="{y(device.peak):.1f}" r="4" fill="var(--warn)"/>'
-    label = f"allocated memory of GPU {device.device} over time, peak {size(device.peak)}"
+    path.append(f"L{WIDTH},{y(before):.1f}L{WIDTH},{HEIGHT}Z")
+    lines = "".join(
+        f'<line x1="0" x2="{WIDTH}" y1="{y(top * part):.1f}" y2="{y(top * part):.1f}" stroke="var(--line)" {_THIN}/>'
+        for part in (0.25, 0.5, 0.75, 1.0)
+    )
+    at = x(min(device.peak_time, last))
+    peak = (
+        f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{HEIGHT}" stroke="var(--warn)" stroke-dasharray="4 3" {_THIN}/>'
+    )
+    label = f"allocated memory of GPU {device.device} over time, peak {size(device.peak)} at {device.peak_time:.3f} s"
+    levels = "".join(f"<span>{text(size(top * part))}</span>" for part in (1.0, 0.75, 0.5, 0.25, 0.0))
+    times = "".join(f"<span>{last * part:.2f} s</span>" for part in (0.0, 0.5, 1.0))
     return (
-        f'<div class="scroll"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text(label)}" '
-        f'style="min-width:560px">{"".join(marks)}'
-        f'<path d="{"".join(path)}" fill="var(--compute)" fill-opacity=".35" stroke="var(--compute)"/>'
-        f"{peak}</svg></div>"
+        f'<div class="timeline"><div class="levels">{levels}</div>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{text(label)}">{lines}'
+        f'<path d="{"".join(path)}" fill="var(--compute)" fill-opacity=".35" stroke="var(--compute)" {_THIN}/>{peak}'
+        f'</svg><div class="times">{times}</div></div>'
     )

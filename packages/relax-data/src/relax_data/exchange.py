@@ -29,6 +29,7 @@ class Bins:
         self.cap = cap
         self._tokens, self._cost = tokens, cost
         self._members: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._largest: dict[int, float] = {}
         self.tokens = np.array([int(tokens[b].sum()) for b in items], dtype=np.int64)
         self.costs = np.array([float(cost[b].sum()) for b in items])
 
@@ -37,7 +38,9 @@ class Bins:
 
     def largest(self, which: int) -> float:
         """Cost of the costliest member of a bin; 0 for an empty one."""
-        return float(self._with_none(which)[1].max())
+        if which not in self._largest:
+            self._largest[which] = float(self._with_none(which)[1].max())
+        return self._largest[which]
 
     def push_under_cap(self) -> bool:
         """Exchanges samples of bins over the cap with lighter ones; False when that leads nowhere."""
@@ -79,8 +82,8 @@ class Bins:
         # What goes back for a member of theirs: nothing, one of ours, or our two, three, ... shortest. The last kind
         # raises a bin that is full: one long sample costs more than short ones of as many tokens.
         backs = [[], *([i] for i in own), *(own[:k] for k in range(2, len(own)))]
-        back_cost = np.array([self._cost[b].sum() for b in backs])
-        back_tokens = np.array([self._tokens[b].sum() for b in backs], dtype=np.int64)
+        back_cost = _sums_of_backs(self._cost[own])
+        back_tokens = _sums_of_backs(self._tokens[own])
         gain = self._cost[theirs][None, :] - back_cost[:, None]
         moved = self._tokens[theirs][None, :] - back_tokens[:, None]
         fits = (gain > 0) & (gain <= gap) & (self.tokens[low] + moved <= self.cap)
@@ -217,9 +220,15 @@ class Bins:
         self.items[b] = [i for i in self.items[b] if i not in from_b] + from_a
         for which in (a, b):
             self._members.pop(which, None)
+            self._largest.pop(which, None)
             # Summed anew: differences would drift.
             self.tokens[which] = self._tokens[self.items[which]].sum()
             self.costs[which] = self._cost[self.items[which]].sum()
+
+
+def _sums_of_backs(own: np.ndarray) -> np.ndarray:
+    """Nothing, each one, the first two, the first three, ... but not all."""
+    return np.concatenate([np.zeros(1, own.dtype), own, np.cumsum(own)[1:-1]])
 
 
 def even_by_swaps(bins: list[list[int]], costs: np.ndarray) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -132,14 +133,23 @@ def _signals(stop: StopFlag, progress: Progress) -> Iterator[None]:
 
 def _explain(error: BaseException, config: RunConfig, progress: Progress) -> None:
     """Says on the terminal what went wrong: the cause, not Ray's wrapping of it."""
-    cause = getattr(error, "cause", None) or error
-    name = type(cause).__name__
-    text = str(cause).strip() or repr(cause)
-    if "RayTaskError" in name or "\nTraceback" in text:
-        text = text.splitlines()[-1]
-    prefix = "" if isinstance(cause, ValueError) else f"{name}: "
-    progress.note(f"FAILED {prefix}{text}", style="bold red")
-    progress.note(f"logs: {config.run_dir / 'logs'}")
+    progress.note(f"FAILED {explanation(error)}", style="bold red")
+    progress.note(f"logs: {config.run_dir / 'logs'} (the traceback is in driver.log)")
+
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def explanation(error: BaseException) -> str:
+    """The message of an error without tracebacks; the type stands before it unless it is a user's ValueError."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException):  # a RayTaskError holds what the actor raised
+        error = cause
+    text = _ANSI.sub("", str(error)).strip() or repr(error)
+    if "ray::" in text:  # what the actor raised could not be sent, only its traceback
+        return [line for line in text.splitlines() if line and not line.startswith((" ", "ray::"))][-1]
+    message = text.split("\nTraceback (most recent call last)")[0].rstrip()
+    return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
 
 
 def _finish(config: RunConfig, outcome: Outcome, seconds: float, progress: Progress) -> None:

@@ -177,10 +177,31 @@ def test_a_sample_without_prompt_is_named() -> None:
         ({"global_batch_size": 2}, 6, [[0, 1], [2, 3], [4, 5]]),
         ({"num_steps_per_rollout": 2}, 6, [[0, 1, 2], [3, 4, 5]]),
         ({"num_steps_per_rollout": 2, "global_batch_size": 3}, 6, [[0, 1, 2], [3, 4, 5]]),
+        # The last rollout of an epoch has fewer samples: each is trained once all the same.
+        ({"num_steps_per_rollout": 2, "global_batch_size": 3}, 5, [[0, 1, 2], [3, 4]]),
+        ({"num_steps_per_rollout": 2, "global_batch_size": 3}, 2, [[0, 1]]),
+        ({"num_steps_per_rollout": 1, "global_batch_size": 6}, 4, [[0, 1, 2, 3]]),
+        ({"global_batch_size": 4}, 6, [[0, 1, 2, 3], [4, 5]]),
+        ({"num_steps_per_rollout": 4}, 6, [[0], [1, 2], [3], [4, 5]]),
+        ({"num_steps_per_rollout": 4}, 2, [[0], [1]]),
     ],
 )
 def test_steps_of_a_rollout(flags: dict[str, int], n: int, expected: list[list[int]]) -> None:
     assert optimizer_steps(make_batch([(1, 1)] * n), BatchSettings(**flags)) == expected
+
+
+@pytest.mark.parametrize("n", range(1, 13))
+def test_balanced_steps_of_a_short_rollout_hold_every_sample_and_no_step_is_too_large(n: int) -> None:
+    config = BatchSettings(num_steps_per_rollout=3, global_batch_size=4, balance_data=True)
+    steps = optimizer_steps(make_batch([(1, 1 + i % 5) for i in range(n)]), config)
+    assert sorted(i for step in steps for i in step) == list(range(n))
+    assert len(steps) == -(-n // 4)
+    assert max(map(len, steps)) <= 4
+
+
+def test_more_samples_than_a_rollout_has_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"2 x --global-batch-size 2 = 4 samples.*has 6"):
+        optimizer_steps(make_batch([(1, 1)] * 6), BatchSettings(num_steps_per_rollout=2, global_batch_size=2))
 
 
 @pytest.mark.parametrize(
@@ -191,6 +212,6 @@ def test_steps_of_a_rollout(flags: dict[str, int], n: int, expected: list[list[i
         ({"num_steps_per_rollout": 2, "global_batch_size": 2}, "2 x --global-batch-size 2 = 4 samples.*has 6"),
     ],
 )
-def test_steps_that_do_not_divide_show_the_arithmetic(flags: dict[str, int], message: str) -> None:
+def test_whole_rollouts_that_do_not_divide_show_the_arithmetic(flags: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        optimizer_steps(make_batch([(1, 1)] * 6), BatchSettings(**flags))
+        BatchSettings(**flags).samples_per_step(6)

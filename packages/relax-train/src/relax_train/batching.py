@@ -97,14 +97,17 @@ def optimizer_steps(batch: TrainBatch, settings: BatchSettings) -> list[list[int
     """Samples of each optimizer step: in the order in which they came, or, with ``--balance-data`` and several steps,
     dealt so that all steps have about as many tokens (responses to one prompt may then fall into different steps).
 
+    The last rollout of ``--num-epoch`` may have fewer samples than the others: it gives as many whole steps as it can
+    and one more with the rest, so that every sample is trained once.
+
     Raises:
-        ValueError: the samples do not divide; the message shows the arithmetic.
+        ValueError: there are more samples than the steps of a rollout hold; the message shows the arithmetic.
     """
-    n = len(batch)
-    size = settings.samples_per_step(n)
-    if settings.balance_data and size < n:
-        return balance(batch.total_lengths.astype(np.float64), n // size)
-    return [list(range(a, a + size)) for a in range(0, n, size)]
+    sizes = settings.step_sizes(len(batch))
+    if settings.balance_data and len(sizes) > 1:
+        return balance(batch.total_lengths.astype(np.float64), len(sizes))
+    ends = np.cumsum(sizes).tolist()
+    return [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
 def micro_batch_cap(settings: BatchSettings, split: Split, *, forward_only: bool = False) -> int | None:

@@ -41,7 +41,7 @@ class BatchSettings:
         return self.log_probs_max_tokens_per_gpu or self.max_tokens_per_gpu
 
     def samples_per_step(self, n_samples: int) -> int:
-        """Samples of one optimizer step when a rollout has ``n_samples``.
+        """Samples of one optimizer step when a whole rollout has ``n_samples``: the check at the start of a run.
 
         Raises:
             ValueError: they do not divide; the message shows the arithmetic.
@@ -67,6 +67,21 @@ class BatchSettings:
                 f"into --num-steps-per-rollout {steps} equal steps: {n_samples % steps} samples are left over"
             )
         return n_samples // steps
+
+    def step_sizes(self, n_samples: int) -> list[int]:
+        """Samples of each optimizer step of a rollout that has ``n_samples``, perhaps fewer than a whole one has.
+
+        Raises:
+            ValueError: they are more than ``--num-steps-per-rollout`` steps of ``--global-batch-size`` hold.
+        """
+        steps, size = self.num_steps_per_rollout, self.global_batch_size
+        if size is None:
+            steps = max(1, min(steps or 1, n_samples))
+            return [n_samples * (i + 1) // steps - n_samples * i // steps for i in range(steps)]
+        if steps is not None and n_samples > size * steps:
+            return [self.samples_per_step(n_samples)]  # raises
+        whole, rest = divmod(n_samples, size)
+        return [size] * whole + [rest] * (rest > 0)
 
     def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
         """Everything wrong with these values; ``given`` holds the fields that the user set."""

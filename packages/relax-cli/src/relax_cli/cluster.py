@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,6 +39,9 @@ def connected(address: str | None, *, min_cpus: int) -> Iterator[None]:
         min_cpus: logical CPUs a local Ray must offer. They only steer placement: the processes of a colocate run take
             turns, so more of them than cores is fine.
 
+    Signal handlers stay those of the caller: ``ray.init`` would put its own in their place. While it runs, a SIGTERM
+    raises SystemExit here.
+
     Raises:
         ValueError: no cluster answers at ``address``.
     """
@@ -55,22 +59,25 @@ def connected(address: str | None, *, min_cpus: int) -> Iterator[None]:
     import ray
 
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-    if address is None:
-        ray.init(
-            include_dashboard=False,
-            num_cpus=max(min_cpus, os.cpu_count() or 1),
-            object_store_memory=_object_store_bytes(),
-            **common,
-        )
-    else:
-        try:
-            ray.init(address=address, **common)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"--ray-address {address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, "
-                "or leave the flag out to run on this machine alone."
-            ) from error
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
+        if address is None:
+            ray.init(
+                include_dashboard=False,
+                num_cpus=max(min_cpus, os.cpu_count() or 1),
+                object_store_memory=_object_store_bytes(),
+                **common,
+            )
+        else:
+            try:
+                ray.init(address=address, **common)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ValueError(
+                    f"--ray-address {address}: no Ray cluster answers there ({error}). Start one with "
+                    "`ray start --head`, or leave the flag out to run on this machine alone."
+                ) from error
+        if on_sigterm is not None:
+            signal.signal(signal.SIGTERM, on_sigterm)
         yield
     finally:
         ray.shutdown()
@@ -90,7 +97,7 @@ def cluster_gpus() -> int:
     return int(ray.cluster_resources().get("GPU", 0))
 
 
-def reserve(n_slots: int, *, gpus: bool) -> tuple[Any, list[Slot]]:
+def reserve(n_slots: int, *, gpus: bool, stop: "StopFlag | None" = None) -> tuple[Any, list[Slot]]:
     """Reserves ``n_slots`` places and sorts them by node, then GPU, so that neighbours in the list share a node.
 
     Returns:
@@ -98,6 +105,7 @@ def reserve(n_slots: int, *, gpus: bool) -> tuple[Any, list[Slot]]:
 
     Raises:
         ValueError: the cluster has too few GPUs, or no room within :data:`PLACEMENT_DEADLINE_S`.
+        StopRequested: the user asked the run to end.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -109,8 +117,14 @@ def reserve(n_slots: int, *, gpus: bool) -> tuple[Any, list[Slot]]:
         )
     bundle = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": 1.0}
     group = placement_group([bundle] * n_slots, strategy="PACK")
-    if not group.wait(PLACEMENT_DEADLINE_S):
+    give_up = time.monotonic() + PLACEMENT_DEADLINE_S
+    while not group.wait(1):
+        stopped = stop is not None and stop.requested
+        if not stopped and time.monotonic() < give_up:
+            continue
         remove_placement_group(group)
+        if stopped:
+            raise StopRequested("room in the cluster")
         raise ValueError(
             f"waited {PLACEMENT_DEADLINE_S:.0f} s for {n_slots} bundles of {bundle}: the cluster offers "
             f"{ray.available_resources()}. Is another run holding it?"
@@ -122,9 +136,8 @@ def reserve(n_slots: int, *, gpus: bool) -> tuple[Any, list[Slot]]:
         ids = ray.get_gpu_ids()
         return context.get_node_id(), ray.util.get_node_ip_address(), str(ids[0]) if ids else None
 
-    found = ray.get(
-        [where.options(**strategy(group, i)).remote() for i in range(n_slots)], timeout=PLACEMENT_DEADLINE_S
-    )
+    places = [where.options(**strategy(group, i)).remote() for i in range(n_slots)]
+    found = wait_for(places, "the reserved places to answer", stop=stop, deadline_s=PLACEMENT_DEADLINE_S)
     slots = [Slot(i, *place) for i, place in enumerate(found)]
     return group, sorted(slots, key=lambda s: (s.node_ip, s.node_id, int(s.gpu_id or 0), s.bundle))
 
@@ -150,6 +163,8 @@ class StopFlag:
 
     grace_s: float = 6.0
     """How long the step in progress may still take after the signal."""
+    total_s: float = 8.0
+    """When the last actor is to be told to go; ending Ray itself takes another second or two."""
     signal_number: int | None = None
     at: float = 0.0
 
@@ -164,6 +179,10 @@ class StopFlag:
     @property
     def expired(self) -> bool:
         return self.requested and time.monotonic() - self.at > self.grace_s
+
+    def left(self, seconds: float) -> float:
+        """``seconds``, or what a requested stop leaves of them; never less than one."""
+        return min(seconds, max(1.0, self.at + self.total_s - time.monotonic())) if self.requested else seconds
 
 
 def wait_for(
@@ -194,10 +213,11 @@ def wait_for(
     pending = list(refs) if many else [refs]
     start = time.monotonic()
     reminded = start
+    values: dict[Any, Any] = {}
     while pending:
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=0.25)
         for ref in done:
-            ray.get(ref)  # raises at once what one of many raised, instead of waiting for the others
+            values[ref] = ray.get(ref)  # raises at once what one of many raised, instead of waiting for the others
         now = time.monotonic()
         if not pending:
             break
@@ -209,4 +229,4 @@ def wait_for(
             details = f": {status()}" if status is not None else ""
             log.warning("still waiting for %s (%.0f s)%s", what, now - start, details)
             reminded = now
-    return ray.get(refs)
+    return [values[ref] for ref in refs] if many else values[refs]

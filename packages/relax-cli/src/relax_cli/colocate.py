@@ -50,10 +50,24 @@ class Outcome:
 class ColocateRun:
     """One launch of ``relax train --colocate``."""
 
-    def __init__(self, config: Any, fleet: Fleet, trackers: Trackers, progress: Progress, stop: StopFlag) -> None:
+    def __init__(
+        self,
+        config: Any,
+        fleet: Fleet,
+        trackers: Trackers,
+        progress: Progress,
+        stop: StopFlag,
+        outcome: Outcome | None = None,
+    ) -> None:
+        """Takes what it works with.
+
+        Args:
+            outcome: filled in as the run goes on, so that the caller has it also when the run is interrupted.
+        """
         self.config, self._fleet, self._trackers, self._progress, self._stop = config, fleet, trackers, progress, stop
-        self.outcome = Outcome()
+        self.outcome = Outcome() if outcome is None else outcome
         self._saved: int | None = None
+        self._evaluated: int | None = None
 
     # ------------------------------------------------------------------ the run
 
@@ -62,6 +76,8 @@ class ColocateRun:
         start = self._prepare()
         self.outcome.first_rollout = self.outcome.next_rollout = start
         last = self.config.run.num_rollout
+        if last is not None and start >= last:
+            self._progress.note(f"nothing to do: the next rollout is {start}, and --num-rollout is {last}")
         rollout_id = start
         while last is None or rollout_id < last:
             if self._stop.requested:
@@ -74,7 +90,7 @@ class ColocateRun:
             self.outcome.next_rollout = rollout_id
         if self._stop.requested:
             self.outcome.stopped_by = self._stop.signal_number
-        elif self._evaluates and rollout_id > start:
+        elif self._evaluates and rollout_id > start and rollout_id != self._evaluated:
             self._evaluate(rollout_id)
         self._save_at_end(rollout_id)
         return self.outcome
@@ -87,6 +103,7 @@ class ColocateRun:
             start = self._resume(train.checkpoint.load)
         if train.checkpoint.start_rollout_id is not None:
             start = train.checkpoint.start_rollout_id
+            self._saved = None  # a rollout of the loaded checkpoint's id may come again, with other weights
         if not (debug.debug_rollout_only or debug.debug_train_only):
             self._push(start, StepClock())
         return start
@@ -204,23 +221,34 @@ class ColocateRun:
         version = 0 if self.config.debug.debug_rollout_only else rollout_id
         scalars = self._fleet.rollout("evaluate", version, what="the evaluation")
         self._trackers.log(scalars, rollout_id)
+        self._evaluated = rollout_id
         self.outcome.evals.append((rollout_id, scalars))
         self._progress.evaluation(rollout_id, scalars)
 
     def _save_if_due(self, rollout_id: int, clock: StepClock) -> None:
         interval = self.config.train.checkpoint.save_interval
-        if self.config.train.checkpoint.save is None or interval is None or (rollout_id + 1) % interval:
+        if not self._saves or interval is None or (rollout_id + 1) % interval:
             return
         with clock.phase("save"):
             self._save(rollout_id)
 
+    @property
+    def _saves(self) -> bool:
+        checkpoint = self.config.train.checkpoint
+        return (checkpoint.save is not None or checkpoint.save_hf is not None) and not (
+            self.config.debug.debug_rollout_only
+        )
+
     def _save(self, rollout_id: int) -> None:
         checkpoint = self.config.train.checkpoint
-        state = None
-        if not self.config.debug.debug_train_only:
-            state = self._fleet.rollout("state_dict", what="the rollout manager's state")
-        self._fleet.trainers("save", checkpoint.save, rollout_id, {"rollout": state}, what=f"checkpoint {rollout_id}")
-        self._saved, self.outcome.last_checkpoint = rollout_id, checkpoint.save
+        if checkpoint.save is not None:
+            state = None
+            if not self.config.debug.debug_train_only:
+                state = self._fleet.rollout("state_dict", what="the rollout manager's state")
+            extra = {"rollout": state}
+            self._fleet.trainers("save", checkpoint.save, rollout_id, extra, what=f"checkpoint {rollout_id}")
+            self.outcome.last_checkpoint = checkpoint.save
+        self._saved = rollout_id
         if checkpoint.save_hf is not None:
             folder = str(Path(checkpoint.save_hf.replace("{rollout_id}", str(rollout_id))))
             self._fleet.trainers("save_hf", folder, what=f"the Hugging Face export {folder}")
@@ -228,7 +256,7 @@ class ColocateRun:
     def _save_at_end(self, next_rollout: int) -> None:
         """The last finished step is saved too, so that a run that ends or is asked to stop loses nothing."""
         finished = next_rollout - 1
-        if self.config.train.checkpoint.save is None or self.config.debug.debug_rollout_only:
+        if not self._saves:
             return
         if finished < self.outcome.first_rollout or finished == self._saved:
             return

@@ -76,6 +76,11 @@ class RunConfig:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def folder(self) -> Path:
+        """The driver's current directory, which relative paths are relative to."""
+        return self.run_dir.parent.parent
+
     def parts(self) -> list[Any]:
         """All settings objects, the trainer's one by one."""
         found: list[Any] = []

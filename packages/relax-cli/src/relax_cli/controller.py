@@ -33,38 +33,50 @@ def run(config: RunConfig) -> int:
         the process's exit code: 0, 1 for a failure that was explained on stderr, 128 + signal after SIGINT/SIGTERM.
     """
     progress = Progress()
-    _prepare_run_dir(config)
-    _log_to_file(config)
+    try:
+        _prepare_run_dir(config)
+        _log_to_file(config)
+    except OSError as error:
+        progress.note(f"FAILED cannot write the run directory {config.run_dir}: {error}", style="bold red")
+        return 1
     progress.note(f"run directory {config.run_dir}")
-    stop = StopFlag()
-    started = time.monotonic()
+    stop, outcome = StopFlag(), Outcome()
+    started, clock = time.time(), time.monotonic()
     with _signals(stop, progress):
         try:
-            outcome = _run_on_ray(config, progress, stop)
-        except StopRequested as request:
-            progress.note(f"stopped by request while waiting for {request}")
-            outcome = Outcome(stopped_by=stop.signal_number)
-        except Exception as error:
+            try:
+                _run_on_ray(config, progress, stop, outcome)
+            except StopRequested as request:
+                progress.note(f"stopped by request while waiting for {request}")
+            if stop.requested:
+                outcome.stopped_by = stop.signal_number
+            _finish(config, outcome, started, time.monotonic() - clock, progress)
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and error.code == signal.SIGTERM:
+                stop.set(signal.SIGTERM)  # Ray's way to end a driver that is still connecting
             log.exception("the run failed")
+            if stop.requested:  # whoever signals us may have signalled our processes too
+                progress.note(f"stopped by request; what was running ended with {explanation(error)}")
+                return 128 + (stop.signal_number or 0)
             _explain(error, config, progress)
             return 1
-        _finish(config, outcome, time.monotonic() - started, progress)
     return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
 
 
-def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag) -> Outcome:
+def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag, outcome: Outcome) -> None:
     with connected(config.cluster.ray_address, min_cpus=8):
         config = fit(config, cluster_gpus())
         shape = config.layout
         assert shape is not None, "fit() knows the cluster"
         progress.note(f"Ray is up; {shape.train_ranks} trainer rank(s) and {shape.engines} engine(s) on {shape.device}")
-        fleet = Fleet(config, stop=stop, note=progress.note)
-        try:
-            fleet.start()
-            with Trackers(_trackers(config)) as trackers:
-                return ColocateRun(config, fleet, trackers, progress, stop).run()
-        finally:
-            fleet.close()
+        # Before the engines load: a tracker that cannot be opened (no key, no disk) says so at once.
+        with Trackers(_trackers(config)) as trackers:
+            fleet = Fleet(config, stop=stop, note=progress.note)
+            try:
+                fleet.start()
+                ColocateRun(config, fleet, trackers, progress, stop, outcome).run()
+            finally:
+                fleet.close()
 
 
 def _prepare_run_dir(config: RunConfig) -> None:
@@ -121,7 +133,8 @@ def _signals(stop: StopFlag, progress: Progress) -> Iterator[None]:
             os._exit(128 + number)
         stop.set(number)
         name = signal.Signals(number).name
-        progress.note(f"{name}: finishing the step if it ends within {stop.grace_s:.0f} s, then stopping")
+        with contextlib.suppress(RuntimeError):  # it came in the middle of another line
+            progress.note(f"{name}: finishing the step if it ends within {stop.grace_s:.0f} s, then stopping")
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -152,11 +165,15 @@ def explanation(error: BaseException) -> str:
     return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
 
 
-def _finish(config: RunConfig, outcome: Outcome, seconds: float, progress: Progress) -> None:
-    """The summary table, ``summary.json`` and the plot."""
+def _finish(config: RunConfig, outcome: Outcome, started: float, seconds: float, progress: Progress) -> None:
+    """The summary table, ``summary.json`` and the plot.
+
+    Args:
+        started: when this launch began, seconds since the epoch: the run directory may hold earlier ones too.
+    """
     path = config.run_dir / "metrics.jsonl"
     metrics = read_metrics(path) if path.exists() else []
-    steps = [m for m in metrics if "time/step" in m]
+    steps = [m for m in metrics if "time/step" in m and m["time"] >= started]
     rows = [
         ("steps", f"{len(steps)} (rollouts {outcome.first_rollout} to {outcome.next_rollout - 1})" if steps else "0"),
         ("wall time", f"{seconds:.0f} s"),

@@ -41,7 +41,7 @@ class Fleet:
         """Places and starts every actor, engines and trainer side by side as far as the device's memory allows."""
         debug = self.config.debug
         slots_needed = max(self.shape.train_ranks, self.shape.engines * self.shape.gpus_per_engine)
-        self._group, slots = reserve(slots_needed, gpus=self.shape.device == "cuda")
+        self._group, slots = reserve(slots_needed, gpus=self.shape.device == "cuda", stop=self._stop)
         watched: list[Any] = []
         setup: list[Any] = []
         if not debug.debug_train_only:
@@ -73,6 +73,8 @@ class Fleet:
         import ray
 
         environment = {**actor_environment(self.shape.device, threads=1), **(env or {})}
+        if self.config.cluster.ray_address is not None and "PYTHONPATH" in os.environ:
+            environment["PYTHONPATH"] = os.environ["PYTHONPATH"]  # a local Ray has the driver's anyway
         options = {
             "num_cpus": cpus,
             "num_gpus": gpus,
@@ -100,6 +102,8 @@ class Fleet:
                 create(
                     self.config,
                     name=f"engine{i}",
+                    # Engines of one seed draw the same numbers: responses of a group, spread over them, could repeat.
+                    seed=self.config.data.rollout_seed + i,
                     gpu_ids=[s.gpu_id for s in own if s.gpu_id is not None],
                     device=self.shape.device,
                     host="127.0.0.1" if local else own[0].node_ip,
@@ -157,10 +161,17 @@ class Fleet:
                 raise TimeoutError(f"waited {now - start:.0f} s for the engines to be healthy: giving up")
             if pending and now - told >= ENGINE_PROGRESS_S:
                 told = now
-                latest = wait_for(self._engine_actors[0].progress.remote(), "engine0", deadline_s=60)
-                self._note(f"waiting for {len(pending)} engine(s) to load; engine0: {latest or 'starting'}")
+                self._note(f"waiting for {len(pending)} engine(s) to load; engine0: {self._engine_progress()}")
         self.engine_info = ray.get(results)
         self._note(f"{len(results)} SGLang engine(s) healthy")
+
+    def _engine_progress(self) -> str:
+        import ray
+
+        try:  # its process may itself still be starting; if it died, the wait for it says so
+            return str(ray.get(self._engine_actors[0].progress.remote(), timeout=2) or "starting")
+        except ray.exceptions.RayError:
+            return "no answer yet"
 
     def _finish_trainers(self, setup: list[Any]) -> None:
         wait_for(setup, "the trainer's ranks to import", stop=self._stop, deadline_s=SETUP_DEADLINE_S)
@@ -203,15 +214,15 @@ class Fleet:
         """Ends every actor and every process below it. Never raises, and never takes long."""
         import ray
 
-        goodbyes = [t.close.remote() for t in self._trainers]
-        if self._rollout is not None:
-            goodbyes.append(self._rollout.close.remote())
-        goodbyes += [a.stop.remote() for a in self._engine_actors]
-        if goodbyes:
-            try:
-                ray.wait(goodbyes, num_returns=len(goodbyes), timeout=STOP_DEADLINE_S)
-            except Exception:  # Ray itself may be gone; what follows still has to run
-                log.exception("while stopping")
+        try:
+            goodbyes = [t.close.remote() for t in self._trainers]
+            if self._rollout is not None:
+                goodbyes.append(self._rollout.close.remote())
+            goodbyes += [a.stop.remote() for a in self._engine_actors]
+            if goodbyes:
+                ray.wait(goodbyes, num_returns=len(goodbyes), timeout=self._stop.left(STOP_DEADLINE_S))
+        except Exception:  # Ray itself may be gone; what follows still has to run
+            log.exception("while stopping")
         for actor in [*self._trainers, *self._engine_actors, *([self._rollout] if self._rollout else [])]:
             try:
                 ray.kill(actor)

@@ -243,13 +243,20 @@ def _debug_problems(config: RunConfig) -> Problems:
     """Options of the half of the loop that a debugging mode leaves out; only those whose result somebody waits for."""
     debug, found = config.debug, []
     if debug.debug_rollout_only:
-        idle = _idle(config, ("save", "save_hf", "save_interval"), ("use_pytorch_profiler", "record_memory_history"))
+        idle = _idle(
+            config, ("load", "save", "save_hf", "save_interval"), ("use_pytorch_profiler", "record_memory_history")
+        )
         if idle:
             found.append(f"{given_flags(idle)} without effect: --debug-rollout-only trains nothing; remove it")
     if debug.debug_train_only:
         idle = _idle(config, ("eval_prompt_data", "eval_interval"), ("sglang_profile", "partial_rollout"))
         if idle:
             found.append(f"{given_flags(idle)} without effect: --debug-train-only generates nothing; remove it")
+        if config.run.num_epoch is not None:
+            found.append(
+                "--num-epoch counts passes over prompts, and --debug-train-only reads none: say with --num-rollout how "
+                "many saved rollouts there are"
+            )
     return found
 
 
@@ -272,6 +279,11 @@ def _start_needs(config: RunConfig) -> Problems:
     if config.cluster.fully_async:
         found.append(
             "--fully-async is planned and checked by this version, but it runs --colocate only: remove --fully-async"
+        )
+    if config.rollout.partial_rollout:
+        found.append(
+            "--partial-rollout is planned and checked by this version, but not carried out yet: remove it; interrupted "
+            "samples then start again from their prompts"
         )
     folder = Path(config.train.model.hf_checkpoint)
     if os.path.isfile(folder / "config.json"):

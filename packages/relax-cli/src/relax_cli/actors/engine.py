@@ -4,6 +4,9 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
+from relax_cli.actors.process import enter_folder
+from relax_cli.lengths import context_lengths
+
 
 class EngineActor:
     """Starts one SGLang server on this node and takes it along when it goes.
@@ -13,13 +16,22 @@ class EngineActor:
     """
 
     def __init__(
-        self, config: Any, *, name: str, gpu_ids: list[str], device: Literal["cpu", "cuda"], host: str, dtype: str
+        self,
+        config: Any,
+        *,
+        name: str,
+        seed: int,
+        gpu_ids: list[str],
+        device: Literal["cpu", "cuda"],
+        host: str,
+        dtype: str,
     ) -> None:
         """Prepares, without starting, the server.
 
         Args:
             config: the run's ``RunConfig``.
             name: ``engine0``, ``engine1``, ...
+            seed: of its sampler; another one for each engine.
             gpu_ids: GPUs of this node that it may use, as CUDA_VISIBLE_DEVICES calls them; empty on CPU.
             device: ``cuda`` or ``cpu``.
             host: address the server listens on.
@@ -27,6 +39,7 @@ class EngineActor:
         """
         from relax_rollout.sglang.server import SGLangServer
 
+        enter_folder(config.folder)
         self._progress = ""
         self._log_path = Path(config.run_dir) / "logs" / f"{name}.log"
         self._server = SGLangServer(
@@ -39,9 +52,9 @@ class EngineActor:
             gpu_ids=gpu_ids,
             host=host,
             dtype=dtype,
-            seed=config.data.rollout_seed,
+            seed=seed,
             enable_memory_saver=device == "cuda" and not config.debug.debug_rollout_only,
-            context_length=config.rollout.rollout_max_context_len,
+            context_length=context_lengths(config).engine,
         )
         self.name = name
 

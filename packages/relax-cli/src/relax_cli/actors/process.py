@@ -20,10 +20,22 @@ def actor_environment(device: str, *, threads: int) -> dict[str, str]:
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     }
     if device == "cpu":
+        # A machine with GPUs may be asked to train on CPU; Ray hides no GPU from an actor that asked for none.
+        environment["CUDA_VISIBLE_DEVICES"] = ""
         # Megatron decorates some 40 helpers with torch.compile when it is imported; on CPU compiling them costs
         # minutes and gains nothing.
         environment["TORCH_COMPILE_DISABLE"] = "1"
     return environment
+
+
+def enter_folder(folder: Path) -> None:
+    """Makes ``folder``, the driver's current directory, that of this process too.
+
+    Relative paths (``--prompt-data``, files of ``--custom-rm-path``) and modules beside them mean the same everywhere,
+    also in a cluster that was started elsewhere.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
 
 
 def start_log(run_dir: Path, name: str) -> None:

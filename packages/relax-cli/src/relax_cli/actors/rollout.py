@@ -1,12 +1,14 @@
 """The Ray actor that drives generation: prompts, engines' clients, rewards, evaluation, engine profiling."""
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from relax_cli.actors.process import start_log
+from relax_cli.actors.process import enter_folder, start_log
+from relax_cli.lengths import context_lengths
 
 if TYPE_CHECKING:
     from relax_rollout.engine import MemoryTag
@@ -23,12 +25,14 @@ class RolloutActor:
         Args:
             config: the run's ``RunConfig``.
         """
+        enter_folder(config.folder)
         start_log(config.run_dir, "rollout")
         from relax_data.source import open_prompts
         from relax_rollout.rewards import build_reward
         from transformers import AutoTokenizer
 
         self._config = config
+        self._settings = dataclasses.replace(config.rollout, rollout_max_context_len=context_lengths(config).sample)
         self._status = "idle"
         self._tokenizer = AutoTokenizer.from_pretrained(config.train.model.hf_checkpoint)
         self._source = open_prompts(config.data, self._tokenizer, num_epoch=config.run.num_epoch)
@@ -51,7 +55,7 @@ class RolloutActor:
             SGLangEngine(info["url"], name=info["name"], log_path=info["log_path"]) for info in engine_info
         ]
         self._loop = RolloutLoop(
-            config.rollout,
+            self._settings,
             engines=self._engines,
             source=self._source,
             reward=self._reward,
@@ -119,7 +123,7 @@ class RolloutActor:
             self._eval_prompts,
             self._reward,
             self._config.eval,
-            rollout=self._config.rollout,
+            rollout=self._settings,
             tokenizer=self._tokenizer,
             version=version,
             concurrency=self._config.sglang.sglang_server_concurrency,
@@ -140,17 +144,15 @@ class RolloutActor:
 
     async def weight_versions(self) -> list[int]:
         """The version each engine serves, asked of the engines themselves."""
-        return [await engine.weight_version() for engine in self._engines]
+        return await asyncio.gather(*(engine.weight_version() for engine in self._engines))
 
     async def release_memory(self) -> None:
         """Gives the GPUs to the trainer."""
-        for engine in self._engines:
-            await engine.release_memory(("kv_cache", "weights"))
+        await asyncio.gather(*(engine.release_memory(("kv_cache", "weights")) for engine in self._engines))
 
     async def resume_memory(self, tags: "Sequence[MemoryTag]") -> None:
         """Takes GPU memory back; after ``weights`` a push must follow before anything is generated."""
-        for engine in self._engines:
-            await engine.resume_memory(tags)
+        await asyncio.gather(*(engine.resume_memory(tags) for engine in self._engines))
 
     async def state_dict(self) -> dict[str, Any]:
         """Prompt cursor, buffered groups: what a resumed run needs to go on with exactly the next prompt."""

@@ -5,13 +5,14 @@ import socket
 import time
 from typing import Any
 
-from relax_cli.actors.process import start_log
+from relax_cli.actors.process import enter_folder, start_log
 
 
 class TrainActor:
     """Holds one rank of the trainer. All methods but :meth:`place` are collective: call them on every rank."""
 
     def __init__(self, config: Any, *, rank: int, world_size: int, threads: int) -> None:
+        enter_folder(config.folder)
         start_log(config.run_dir, f"trainer_rank{rank}")
         self._config = config
         self._rank, self._world_size, self._threads = rank, world_size, threads
@@ -53,6 +54,7 @@ class TrainActor:
             self._config.train,
             temperature=self._config.rollout.rollout_temperature,
             total_steps=self._total_steps(),
+            always_log_probs=_profiles_log_probs(self._config),
             observer=self._observer(),
         )
         self._trainer.setup()
@@ -127,3 +129,9 @@ class TrainActor:
     def close(self) -> None:
         if self._trainer is not None:
             self._trainer.close()
+
+
+def _profiles_log_probs(config: Any) -> bool:
+    """Whether a profile of the phase was asked for, which is empty when the training pass gives the same values."""
+    profile = config.train_profile
+    return profile.use_pytorch_profiler and "train_log_probs" in profile.profile_target

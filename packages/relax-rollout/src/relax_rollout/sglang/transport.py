@@ -74,7 +74,8 @@ class Transport:
             body: JSON value to send.
             params: query.
             timeout_s: longest time without an answer.
-            retry: send again after a lost connection to a living server.
+            retry: send again after a lost connection to a living server. A connection that never came about is always
+                tried again: the request was not sent.
 
         Raises:
             EngineDied: the server's process is gone.
@@ -93,7 +94,8 @@ class Transport:
                     timeout=self._timeout(timeout_s),
                 )
             except httpx.TransportError as error:
-                await self._judge(error, path, timeout_s, last=not retry or attempt + 1 == _ATTEMPTS)
+                again = retry or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                await self._judge(error, path, timeout_s, last=not again or attempt + 1 == _ATTEMPTS)
         raise AssertionError("the last attempt returns or raises")
 
     @contextlib.asynccontextmanager

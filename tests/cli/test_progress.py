@@ -26,7 +26,15 @@ def test_the_step_line_is_plain_text_with_everything_the_user_watches() -> None:
     line = out.getvalue()
     assert line.count("\n") == 1, "one line, however narrow the terminal"
     assert "\x1b" not in line
-    for part in ("step 3/59", "reward 0.250", "812 tok/s", "grad norm 0.500", "staleness 1", "generate 1.50s", "weight_update 0.12s"):
+    for part in (
+        "step 3/59",
+        "reward 0.250",
+        "812 tok/s",
+        "grad norm 0.500",
+        "staleness 1",
+        "generate 1.50s",
+        "weight_update 0.12s",
+    ):
         assert part in line
 
 

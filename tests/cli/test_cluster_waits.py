@@ -1,0 +1,111 @@
+"""Waits of the driver: they end at a deadline, at a failure and at a stop; and signals stay ours."""
+
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+from relax_cli.cluster import StopFlag, StopRequested, connected, wait_for
+
+
+def test_the_first_signal_counts_and_its_time_too() -> None:
+    stop = StopFlag(grace_s=0.0)
+    assert not stop.requested
+    assert not stop.expired
+    assert stop.left(8.0) == 8.0
+    stop.set(signal.SIGINT)
+    stop.set(signal.SIGTERM)
+    assert stop.signal_number == signal.SIGINT
+    stop.at -= 5.0
+    assert stop.expired
+    assert 2.0 < stop.left(8.0) <= 3.0, "five of eight seconds are gone"
+    stop.at -= 100.0
+    assert stop.left(8.0) == 1.0
+    assert stop.left(0.5) == 0.5
+
+
+def test_a_stop_within_its_grace_has_not_expired() -> None:
+    stop = StopFlag(grace_s=1000.0)
+    stop.set(signal.SIGTERM)
+    assert stop.requested
+    assert not stop.expired
+
+
+class Ray:
+    """The two calls that a wait makes; references are functions that return, raise or (None) are not done yet."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ray.wait", self._wait)
+        monkeypatch.setattr("ray.get", lambda ref: ref())
+
+    @staticmethod
+    def _wait(refs: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        time.sleep(0.001)
+        return [r for r in refs if callable(r)], [r for r in refs if not callable(r)]
+
+
+def test_values_come_in_the_order_of_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    Ray(monkeypatch)
+    assert wait_for([lambda: 1, lambda: 2], "numbers", deadline_s=1) == [1, 2]
+    assert wait_for(lambda: 3, "a number", deadline_s=1) == 3
+
+
+def test_one_failure_is_raised_while_others_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    Ray(monkeypatch)
+
+    def fail() -> None:
+        raise RuntimeError("rank 1 died")
+
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        wait_for([None, fail], "the ranks", deadline_s=1000)
+
+
+def test_a_wait_that_is_too_long_says_what_it_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Ray(monkeypatch)
+    with pytest.raises(TimeoutError, match="for training step 3: giving up"):
+        wait_for(None, "training step 3", deadline_s=0.1, remind_s=0.02, status=lambda: "rank 1 is computing")
+    assert "still waiting for training step 3" in caplog.text
+    assert "rank 1 is computing" in caplog.text
+
+
+def test_a_stop_ends_a_wait_only_when_its_grace_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    Ray(monkeypatch)
+    stop = StopFlag(grace_s=0.05)
+    stop.set(signal.SIGINT)
+    with pytest.raises(StopRequested, match="rollout 7"):
+        wait_for(None, "rollout 7", stop=stop, deadline_s=1000)
+    patient = StopFlag(grace_s=1000)
+    patient.set(signal.SIGINT)
+    assert wait_for(lambda: "done", "rollout 7", stop=patient, deadline_s=1000) == "done"
+
+
+def test_ray_does_not_keep_our_sigterm_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ray.init`` puts a handler of its own in its place, which would end the run without finishing the step."""
+    assert threading.current_thread() is threading.main_thread()
+    monkeypatch.setattr("ray.init", lambda **options: signal.signal(signal.SIGTERM, lambda n, f: None))
+    ended: list[bool] = []
+    monkeypatch.setattr("ray.shutdown", lambda: ended.append(True))
+
+    def ours(number: int, frame: Any) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, ours)
+    try:
+        with connected(None, min_cpus=1):
+            assert signal.getsignal(signal.SIGTERM) is ours
+        assert ended == [True]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_cluster_that_does_not_answer_is_a_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: Any) -> None:
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr("ray.init", refuse)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    message = r"--ray-address 10\.0\.0\.1:1: no Ray cluster answers there \(nobody there\)"
+    with pytest.raises(ValueError, match=message), connected("10.0.0.1:1", min_cpus=1):
+        raise AssertionError("not reached")

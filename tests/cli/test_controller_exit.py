@@ -1,0 +1,155 @@
+"""The exit code and the last words of `relax train`, whatever happens below the controller."""
+
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from relax_cli import controller
+from relax_cli.actors.process import actor_environment
+from relax_cli.actors.trainer import _profiles_log_probs
+from relax_cli.cluster import StopFlag, StopRequested
+from relax_cli.colocate import Outcome
+from relax_cli.config import RunConfig, resolve
+from relax_cli.fleet import Fleet
+from relax_cli.tracking import JsonLinesTracker
+
+
+@pytest.fixture
+def config(task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.chdir(tmp_path)
+    return resolve(task.flags(), {})
+
+
+@pytest.fixture(autouse=True)
+def _log_handlers() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in set(root.handlers) - set(handlers):
+        handler.close()
+    root.handlers[:], root.level = handlers, level
+
+
+@pytest.fixture
+def below(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[StopFlag, Outcome], None]], None]:
+    """Puts a function in the place of everything that needs Ray."""
+
+    def replace(action: Callable[[StopFlag, Outcome], None]) -> None:
+        monkeypatch.setattr(controller, "_run_on_ray", lambda config, progress, stop, outcome: action(stop, outcome))
+
+    return replace
+
+
+def test_a_failure_is_one_explained_line_and_code_1(
+    config: RunConfig, below: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(stop: StopFlag, outcome: Outcome) -> None:
+        raise ConnectionError("engine0 lives but the connection was lost")
+
+    below(fail)
+    assert controller.run(config) == 1
+    out, err = capsys.readouterr()
+    assert "FAILED ConnectionError: engine0 lives" in out
+    assert "Traceback" not in out + err
+    assert "Traceback" in (config.run_dir / "logs" / "driver.log").read_text()
+
+
+def test_a_stop_in_the_middle_of_a_step_keeps_what_was_done(
+    config: RunConfig, below: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(stop: StopFlag, outcome: Outcome) -> None:
+        outcome.first_rollout, outcome.next_rollout = 3, 5
+        outcome.evals.append((3, {"eval/a/reward": 0.25}))
+        tracker = JsonLinesTracker(config.run_dir / "metrics.jsonl")
+        for step in (3, 4):
+            tracker.log({"time/step": 1.0, "rollout/reward": 0.5}, step)
+        tracker.close()
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+        raise StopRequested("rollout 5 to be generated")
+
+    below(interrupted)
+    assert controller.run(config) == 128 + signal.SIGINT
+    out = capsys.readouterr().out
+    assert "stopped by request while waiting for rollout 5" in out
+    assert "2 (rollouts 3 to 4)" in out
+    assert "SIGINT" in out
+    assert "eval/a" in out
+
+
+def test_an_error_after_a_signal_is_the_stop(
+    config: RunConfig, below: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch system signals every process of the job: engines may be gone before the driver has stopped."""
+
+    def die(stop: StopFlag, outcome: Outcome) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        raise RuntimeError("engine0 is gone")
+
+    below(die)
+    assert controller.run(config) == 128 + signal.SIGTERM
+    assert "FAILED" not in capsys.readouterr().out
+
+
+def test_a_sigterm_while_ray_connects_is_a_stop(config: RunConfig, below: Callable[..., None]) -> None:
+    def connecting(stop: StopFlag, outcome: Outcome) -> None:
+        raise SystemExit(signal.SIGTERM)  # what the handler of ray.init does
+
+    below(connecting)
+    assert controller.run(config) == 128 + signal.SIGTERM
+
+
+def test_the_summary_counts_the_steps_of_this_launch(
+    config: RunConfig, below: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "metrics.jsonl").write_text('{"step": 0, "time": 1.0, "time/step": 1.0}\n')
+
+    def one_step(stop: StopFlag, outcome: Outcome) -> None:
+        tracker = JsonLinesTracker(config.run_dir / "metrics.jsonl")
+        tracker.log({"time/step": 1.0, "rollout/reward": 0.5}, 1)
+        tracker.close()
+        outcome.first_rollout, outcome.next_rollout = 1, 2
+
+    below(one_step)
+    assert controller.run(config) == 0
+    assert "1 (rollouts 1 to 1)" in capsys.readouterr().out
+
+
+def test_a_run_directory_that_cannot_be_written_is_said(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    config.run_dir.parent.write_text("a file where the folder should be")
+    assert controller.run(config) == 1
+    assert f"cannot write the run directory {config.run_dir}" in capsys.readouterr().out
+
+
+def test_a_trainer_on_cpu_sees_no_gpu() -> None:
+    assert actor_environment("cpu", threads=1)["CUDA_VISIBLE_DEVICES"] == ""
+    assert "CUDA_VISIBLE_DEVICES" not in actor_environment("cuda", threads=1)
+
+
+def test_a_profile_of_the_log_prob_phase_makes_it_happen(task: Any) -> None:
+    def profiles(*words: str) -> bool:
+        return _profiles_log_probs(resolve([*task.flags(), *words], {}))
+
+    assert not profiles()
+    assert not profiles("--use-pytorch-profiler")
+    assert profiles("--use-pytorch-profiler", "--profile-target", "train_actor", "train_log_probs")
+
+
+def test_every_engine_has_a_sampler_seed_of_its_own(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    from relax_cli.cluster import Slot
+
+    assert config.layout is not None
+    several = dataclasses.replace(config, layout=dataclasses.replace(config.layout, engines=3))
+    seeds: list[int] = []
+    monkeypatch.setattr(
+        Fleet, "_actor", lambda self, cls, bundle, **options: lambda config, **kw: seeds.append(kw["seed"])
+    )
+    fleet = Fleet(several, stop=StopFlag(), note=print)
+    fleet._create_engines([Slot(i, "node", "127.0.0.1", None) for i in range(3)])
+    assert seeds == [42, 43, 44]

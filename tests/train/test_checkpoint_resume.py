@@ -126,6 +126,28 @@ def test_weights_load_under_another_layout(
         assert all(torch.equal(expected[name], weights[name]) for name in expected)
 
 
+def _other_precision(harness: Any, reference: Any, folder: Path) -> str:
+    from relax_train.checkpoint import MANIFEST, load_checkpoint, save_checkpoint
+
+    run = harness(reference.folder, {})
+    path = save_checkpoint(folder, 0, run.model, run.optimizer)
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({**manifest, "dtype": "bfloat16"}))
+    try:
+        load_checkpoint(folder, run.model, run.optimizer)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_resuming_in_another_precision_names_the_flag(
+    run_ranks: Any, harness: Any, reference: Any, tmp_path: Path
+) -> None:
+    [message] = run_ranks(_other_precision, 1, harness, reference("qwen3"), tmp_path)
+    assert "saved by a run in bfloat16, this one is in float32" in message
+    assert "resume with --bf16" in message
+
+
 def _resume_dp(harness: Any, reference: Any, folder: Path) -> Any:
     from relax_train.checkpoint import load_checkpoint
 

@@ -82,6 +82,16 @@ def test_resuming_from_the_save_folder_is_fine_before_it_exists(tmp_path: Path) 
     assert CheckpointSettings(load=folder, save=folder, save_interval=1).problems() == []
 
 
+def test_a_folder_without_checkpoints_is_no_place_to_resume_from(tmp_path: Path) -> None:
+    """Else a mistyped path would train from the start weights."""
+    [problem] = CheckpointSettings(load=str(tmp_path), save=str(tmp_path / "other")).problems()
+    assert f"--load {tmp_path}: no checkpoint there" in problem
+    assert "--hf-checkpoint" in problem
+    assert CheckpointSettings(load=str(tmp_path), save=str(tmp_path)).problems() == []
+    (tmp_path / "latest").write_text("rollout_3")
+    assert CheckpointSettings(load=str(tmp_path), save=str(tmp_path / "other")).problems() == []
+
+
 def test_checkpoint_folder_must_be_a_model(tmp_path: Path) -> None:
     missing = ModelSettings(hf_checkpoint=str(tmp_path / "nowhere"), ref_load=str(tmp_path)).problems()
     assert "--hf-checkpoint" in missing[0]

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +209,67 @@ def test_the_reference_may_be_another_model(reference: Any, run_ranks: RunRanks)
     assert found["restored"] == found["reference_moved"] == 0
     assert found["kl"][0] > 0
     assert not all(np.allclose(a, b) for a, b in zip(*found["log_probs"], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("rms_norm_eps", 1e-3), ("tie_word_embeddings", False), ("rope_theta", 5e5)]
+)
+def test_a_reference_of_another_architecture_is_refused(
+    reference: Any, run_ranks: RunRanks, tmp_path: Path, key: str, value: Any
+) -> None:
+    """Its weights would load, and give other log-probs than the model they are from."""
+    shutil.copytree(reference("qwen3").after, tmp_path / "ref")
+    config = json.loads((tmp_path / "ref" / "config.json").read_text())
+    if key == "rope_theta":
+        config["rope_parameters"][key] = value
+    else:
+        config[key] = value
+    (tmp_path / "ref" / "config.json").write_text(json.dumps(config))
+    [message] = run_ranks(_refused_reference, 1, reference("qwen3").folder, tmp_path / "ref")
+    assert message.startswith("--ref-load: ")
+    assert f"{key} {value!r} instead of" in message
+
+
+def _refused_reference(folder: Path, ref: Path) -> str:
+    try:
+        make_trainer(folder, ref=ref, algorithm={"kl_coef": 0.1})
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def _short_rollout(folder: Path) -> Any:
+    trainer = make_trainer(folder, batch={"global_batch_size": 4, "num_steps_per_rollout": 2})
+    metrics = trainer.train(make_batch().select(range(6)), version=0)
+    weights = weights_of(trainer)
+    trainer.close()
+    return metrics, weights
+
+
+def test_a_rollout_that_the_epoch_cuts_short_is_trained_whole(reference: Any, run_ranks: RunRanks) -> None:
+    folder = reference("qwen3").folder
+    [(metrics, weights)] = run_ranks(_short_rollout, 1, folder)
+    assert (metrics["train/steps"], metrics["train/samples"]) == (2, 6)
+    assert metrics["train/tokens"] == make_batch().response_lengths[:6].sum()
+    for _, other in run_ranks(_short_rollout, 3, folder):
+        assert largest_difference(weights, other) < 1e-6
+
+
+def _load_twice(folder: Path, checkpoints: Path) -> Any:
+    trainer = make_trainer(folder, optimizer={"lr_decay_style": "linear", "lr_decay_iters": 10})
+    rates = []
+    trainer.train(make_batch(0), version=0)
+    trainer.save(str(checkpoints), 0)
+    for _ in range(2):
+        rates.append([trainer.train(make_batch(i), version=i)["train/lr"] for i in (1, 2)])
+        trainer.load(str(checkpoints))
+    trainer.close()
+    return rates
+
+
+def test_loading_takes_the_schedule_back_too(reference: Any, run_ranks: RunRanks, tmp_path: Path) -> None:
+    [(first, second)] = run_ranks(_load_twice, 1, reference("qwen3").folder, tmp_path)
+    assert first == second == pytest.approx([0.9e-3, 0.8e-3])
 
 
 GROUPINGS: list[dict[str, Any]] = [

@@ -165,9 +165,7 @@ class Oracle:
 
 
 @pytest.fixture(scope="session")
-def oracle(
-    reference: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[s.TrainSettings, Trace]]:
+def oracle(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[s.TrainSettings, Trace]]:
     """Settings and the trace that they must give, made once each: ``plain``, ``everything``, and with ``experts``."""
     made: dict[str, tuple[s.TrainSettings, Trace]] = {}
 

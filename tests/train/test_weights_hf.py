@@ -119,6 +119,26 @@ def test_transformers_loads_what_is_exported(
     assert all(torch.equal(again[name], weights[name]) for name in weights)
 
 
+def _export_untrained(harness: Any, folder: Path, out: Path) -> None:
+    from relax_train.checkpoint import save_hf
+
+    save_hf(harness(folder, {}).model, out)
+
+
+def test_the_exported_configuration_is_the_one_that_was_given(
+    run_ranks: Any, harness: Any, reference: Any, tmp_path: Path
+) -> None:
+    """Programs with a transformers before version 5 read only the keys of their own version."""
+    source = tmp_path / "source"
+    shutil.copytree(reference("qwen3_moe").folder, source)
+    config = json.loads((source / "config.json").read_text())
+    del config["rope_parameters"], config["num_local_experts"], config["dtype"]
+    config |= {"rope_theta": 5e5, "num_experts": 4, "torch_dtype": "bfloat16", "transformers_version": "4.51.0"}
+    (source / "config.json").write_text(json.dumps(config))
+    run_ranks(_export_untrained, 1, harness, source, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**config, "torch_dtype": "float32"}
+
+
 def _export_to_full_disk(harness: Any, reference: Any, out: Path) -> str:
     from relax_train.checkpoint import save_hf
     from relax_train.sharded_io import CheckpointError

@@ -8,7 +8,6 @@ else: the parallel layout, the learning-rate schedule, and ``extra``, what the d
 Rollout ids are absolute: the checkpoint of rollout ``k`` is the state after training on rollout ``k``.
 """
 
-import copy
 import dataclasses
 import functools
 import json
@@ -31,6 +30,7 @@ from relax_train.layout import Layout
 from relax_train.mcore import VERSION, tensor_parallel
 from relax_train.model import Model
 from relax_train.optimizer import Optimizer
+from relax_train.settings.model import read_hf_config
 from relax_train.sharded_io import CheckpointError, agree, local_bytes, read_state, sharded_state, write_state
 
 FORMAT = 1
@@ -154,7 +154,7 @@ def _manifest(rollout_id: int, model: Model, optimizer: Optimizer, extra: dict[s
         "rollout_id": rollout_id,
         "world_size": model.layout.world_size,
         "layout": model.layout.signature,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": _dtype_name(model),
         "megatron_core": VERSION,
         "scheduler": optimizer.state_dict(),
         "extra": extra,
@@ -206,8 +206,8 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint is unreadable.
-        ValueError: the optimizer state was written under another layout, or the checkpoint is of another model; the
-            message names the difference.
+        ValueError: the optimizer state was written under another layout or in another precision; the message names the
+            flag.
     """
     directory, layout = Path(directory).absolute(), model.layout
     found: tuple[str, dict[str, Any]] | None = _on_first_rank(layout, lambda: _find(directory, rollout_id))
@@ -216,6 +216,7 @@ def load_checkpoint(
     folder, manifest = Path(found[0]), found[1]
     if optimizer is not None:
         _check_layout(manifest, layout, folder)
+        _check_precision(manifest, model, folder)
     error: BaseException | None = None
     try:
         read_state(model, optimizer, folder)
@@ -226,6 +227,7 @@ def load_checkpoint(
         raise CheckpointError(f"cannot load {folder}: {problem}") from error
     if optimizer is not None:
         with DeviceContext():
+            optimizer.scheduler.num_steps = 0  # megatron adds what it loads
             optimizer.scheduler.load_state_dict(_schedule(manifest["scheduler"], optimizer))
         _read_rng(folder, manifest, layout)
     return Loaded(manifest["rollout_id"], manifest["extra"], optimizer is not None)
@@ -253,6 +255,20 @@ def _check_layout(manifest: dict[str, Any], layout: Layout, folder: Path) -> Non
             "these sizes, or start anew from its weights: export them with --save-hf and give that folder as "
             "--hf-checkpoint"
         )
+
+
+def _check_precision(manifest: dict[str, Any], model: Model, folder: Path) -> None:
+    saved, now = manifest["dtype"], _dtype_name(model)
+    if saved != now:
+        flag = "--bf16" if saved == "bfloat16" else "--no-bf16"
+        raise ValueError(
+            f"{folder} was saved by a run in {saved}, this one is in {now}; its optimizer state loads only in its own "
+            f"precision: resume with {flag}"
+        )
+
+
+def _dtype_name(model: Model) -> str:
+    return str(model.dtype).removeprefix("torch.")
 
 
 def _schedule(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -373,9 +389,16 @@ class _HFWriter:
         for source in Path(model.hf_folder).iterdir():
             if source.is_file() and source.name != "config.json" and not _is_weights(source.name):
                 shutil.copy2(source, self._folder / source.name)
-        config = copy.deepcopy(model.hf_config)
-        config.dtype = model.dtype
-        config.save_pretrained(self._folder)
+        (self._folder / "config.json").write_text(json.dumps(_exported_config(model), indent=2), encoding="utf-8")
+
+
+def _exported_config(model: Model) -> dict[str, Any]:
+    """The configuration as it was given, but for the precision: transformers 5 would write it with keys that versions
+    before it skip in silence (``rope_parameters``, ``num_local_experts``), and they would compute with their defaults.
+    """
+    config = read_hf_config(model.hf_folder)
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = _dtype_name(model)
+    return config
 
 
 def _is_weights(name: str) -> bool:

@@ -5,7 +5,8 @@ import re
 import shutil
 from pathlib import Path
 
-LATEST = "latest"
+from relax_train.settings.checkpoint import LATEST
+
 _NAME = re.compile(r"rollout_(\d+)")
 
 

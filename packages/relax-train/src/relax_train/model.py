@@ -121,6 +121,40 @@ def rope_theta(hf_config: Any) -> float:
     return float(theta)
 
 
+_ARCHITECTURE = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+)
+
+
+def check_same_architecture(hf_config: Any, folder: str) -> None:
+    """Refuses weights that the model of ``hf_config`` could load but would not compute with as they were trained.
+
+    Raises:
+        ValueError: the configuration in ``folder`` differs; the message names the keys.
+    """
+    other = load_hf_config(folder)
+    pairs = {key: (getattr(hf_config, key, None), getattr(other, key, None)) for key in _ARCHITECTURE}
+    pairs["rope_theta"] = (rope_theta(hf_config), rope_theta(other))
+    differing = [f"{key} {b!r} instead of {a!r}" for key, (a, b) in pairs.items() if (a or None) != (b or None)]
+    if differing:
+        raise ValueError(f"{folder}/config.json has {', '.join(differing)}: the models must have the same architecture")
+
+
 def expert_layers(hf_config: Any) -> list[bool]:
     """For each layer, whether its MLP is a mixture of experts."""
     if hf_config.model_type != "qwen3_moe":

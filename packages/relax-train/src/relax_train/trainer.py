@@ -23,7 +23,7 @@ from relax_train.export import weight_buckets
 from relax_train.hf_weights import load_hf_weights
 from relax_train.layout import Layout, setup_layout, teardown_layout
 from relax_train.losses import token_weights
-from relax_train.model import Model, build_model
+from relax_train.model import Model, build_model, check_same_architecture
 from relax_train.observer import NullObserver, StepObserver
 from relax_train.offload import Offload
 from relax_train.optimizer import Optimizer, build_optimizer
@@ -85,7 +85,11 @@ class Trainer:
         self._layout = setup_layout(settings.parallel, seed=settings.model.seed)
         self._model = build_model(settings, self._layout)
         if settings.algorithm.needs_reference and settings.model.ref_load is not None:
-            load_hf_weights(self._model, settings.model.ref_load)
+            try:
+                check_same_architecture(self._model.hf_config, settings.model.ref_load)
+                load_hf_weights(self._model, settings.model.ref_load)
+            except ValueError as error:
+                raise ValueError(f"--ref-load: {error}") from error
             self._reference = ReferenceWeights(self._model)
         load_hf_weights(self._model, settings.model.hf_checkpoint)
         if settings.algorithm.needs_reference and self._reference is None:

@@ -7,6 +7,8 @@ from typing import ClassVar
 from relax_data.options import option
 
 ROLLOUT_ID = "{rollout_id}"
+LATEST = "latest"
+"""File in a folder of checkpoints that names the newest."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,11 @@ class CheckpointSettings:
             found.append(
                 f"--load {self.load}: no such folder; give a folder of checkpoints, or the folder of --save to resume "
                 "from it once it exists"
+            )
+        elif self.load is not None and not self._same_folder() and not os.path.isfile(os.path.join(self.load, LATEST)):
+            found.append(
+                f"--load {self.load}: no checkpoint there (no file {LATEST!r}); give the folder that an earlier run "
+                "had as --save. Start weights in a Hugging Face folder are --hf-checkpoint"
             )
         if self.save is not None and os.path.exists(self.save) and not os.path.isdir(self.save):
             found.append(f"--save {self.save}: exists and is not a folder; choose another path")

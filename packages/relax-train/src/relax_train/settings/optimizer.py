@@ -17,7 +17,11 @@ class OptimizerSettings:
     lr_decay_style: Literal["constant", "linear", "cosine"] = option(
         "constant", "How the learning rate falls after the warm-up."
     )
-    lr_warmup_iters: int = option(0, "Optimizer steps over which the learning rate rises linearly from 0 to --lr.")
+    lr_warmup_iters: int = option(
+        0,
+        "Optimizer steps over which the learning rate rises linearly from 0 to --lr, as in Megatron: step i of N (from "
+        "0) has i/N of it, so the first step moves no weight.",
+    )
     lr_decay_iters: int | None = option(
         None, "Optimizer step at which the decay ends, warm-up included; default: the last one of the run."
     )

@@ -80,6 +80,20 @@ def test_sizes_of_known_models(workspace: Path) -> None:
     assert facts(workspace, "qwen3-30b-a3b").parameters == 30_532_122_624
 
 
+def test_experts_as_transformers_5_names_them(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    path = workspace / "qwen3-30b-a3b" / "config.json"
+    config = json.loads(path.read_text())
+    config["num_local_experts"] = config.pop("num_experts")
+    path.write_text(json.dumps(config))
+    assert facts(workspace, "qwen3-30b-a3b").parameters == 30_532_122_624
+    text = plan(
+        ["--hf-checkpoint", "qwen3-30b-a3b", "--prompt-data", "prompts.jsonl", *QWEN3_30B_16_GPUS.split()], capsys
+    )
+    assert row(text, "experts: EP x ETP x DP") == "2 x 2 x 2 a pipeline stage"
+
+
 def test_size_of_a_small_model_equals_what_transformers_builds(tiny_model: Path) -> None:
     import json
 

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from relax_train.settings.model import read_hf_config
+from relax_train.settings.model import experts_key, read_hf_config
 
 from relax_cli.layout import local_gpus
 from relax_cli.model_facts import ModelFacts
@@ -81,7 +81,8 @@ def _plans_gpus(values: dict[str, Any], given: frozenset[str]) -> bool:
 
 def _experts(folder: str) -> bool:
     try:
-        return bool(read_hf_config(folder).get("num_experts"))
+        config = read_hf_config(folder)
+        return bool(config.get(experts_key(config)))
     except ValueError:
         return False
 

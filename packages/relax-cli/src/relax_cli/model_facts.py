@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from relax_train.settings.model import experts_key
+
 from relax_cli.layout import Layout
 
 
@@ -52,7 +54,7 @@ class ModelFacts:
             intermediate=number("intermediate_size"),
             vocab=number("vocab_size"),
             tied=bool(config.get("tie_word_embeddings")),
-            experts=number("num_experts", 0),
+            experts=number(experts_key(config), 0),
             expert_intermediate=number("moe_intermediate_size", 0),
             experts_per_token=number("num_experts_per_tok", 0),
             max_positions=None if config.get("rope_scaling") else number("max_position_embeddings", 0) or None,

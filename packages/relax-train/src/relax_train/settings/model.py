@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from relax_data.options import option
@@ -33,6 +34,11 @@ def read_hf_config(folder: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return config
+
+
+def experts_key(hf_config: Mapping[str, Any]) -> str:
+    """The key of a ``config.json`` that holds the number of experts: transformers 5 writes another one than before."""
+    return "num_experts" if "num_experts" in hf_config else "num_local_experts"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

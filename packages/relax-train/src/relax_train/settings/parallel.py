@@ -6,6 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from relax_data.options import flag, option
 
+from relax_train.settings.model import experts_key
+
 _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -108,15 +110,14 @@ class ParallelSettings:
         divides(tp, "tensor_model_parallel_size", "num_key_value_heads", heads)
         divides(tp, "tensor_model_parallel_size", "intermediate_size")
         divides(pp, "pipeline_model_parallel_size", "num_hidden_layers")
-        # transformers 5 writes the second name
-        experts_key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
-        if not hf_config.get(experts_key):
+        experts = experts_key(hf_config)
+        if not hf_config.get(experts):
             if ep > 1:
                 found.append("--expert-model-parallel-size has no effect: the model has no experts; remove it")
             if self.expert_tensor_parallel_size is not None:
                 found.append("--expert-tensor-parallel-size has no effect: the model has no experts; remove it")
             return found
-        divides(ep, "expert_model_parallel_size", experts_key)
+        divides(ep, "expert_model_parallel_size", experts)
         divides(etp, "expert_tensor_parallel_size", "moe_intermediate_size")
         if world_size % (ep * etp * pp):
             found.append(

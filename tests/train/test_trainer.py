@@ -208,7 +208,7 @@ LAYOUTS = {
     "PP2 x EP2": (4, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}),
 }
 WITHOUT_EXPERTS = [layout for layout in LAYOUTS if "EP2" not in layout]
-WITH_EXPERTS = ["one rank", "DP2", "CP2", "EP2", "TP2+SP x EP2", "PP2 x EP2"]
+WITH_EXPERTS = ["one rank", "EP2", "TP2+SP x EP2", "PP2 x EP2"]
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,10 @@ def only(argv: list[str]) -> str:
             ["--rollout-max-context-len", "64", "--rollout-max-prompt-len", "64"],
             ["--rollout-max-prompt-len 64 leaves no room", "--rollout-max-context-len 64"],
         ),
+        (
+            ["--num-epoch", "2", "--lr-decay-style", "linear"],
+            ["--lr-decay-style linear needs an end", "--num-epoch", "--lr-decay-iters"],
+        ),
         (["--sglang-profile-steps", "1"], ["--sglang-profile-steps has no effect without --sglang-profile"]),
         (["--sglang-profile", "--sglang-profile-num-steps", "0"], ["--sglang-profile-num-steps 0"]),
         (

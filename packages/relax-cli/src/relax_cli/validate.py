@@ -49,6 +49,7 @@ def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problem
         _model_problems,
         _length_problems,
         _reference_problems,
+        _schedule_problems,
         _eval_problems,
         _debug_problems,
     ]
@@ -218,6 +219,18 @@ def _reference_problems(config: RunConfig) -> Problems:
         return [
             "--ref-load has no effect: no KL coefficient is above 0, so there is no reference model; add --use-kl-loss "
             "and --kl-loss-coef, or --kl-coef, or remove it"
+        ]
+    return []
+
+
+def _schedule_problems(config: RunConfig) -> Problems:
+    optimizer = config.train.optimizer
+    if optimizer.lr_decay_style == "constant" or optimizer.lr_decay_iters is not None:
+        return []
+    if config.run.num_epoch is not None and not config.debug.debug_rollout_only:
+        return [
+            f"--lr-decay-style {optimizer.lr_decay_style} needs an end, and with --num-epoch the number of optimizer "
+            "steps is not known before the data is read: add --lr-decay-iters, or use --num-rollout"
         ]
     return []
 

@@ -71,7 +71,7 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One local Ray for the session, with logical CPUs to spare."""
     import ray
 
-    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=False)
+    ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=False)
     try:
         yield
     finally:

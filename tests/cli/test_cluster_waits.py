@@ -104,8 +104,19 @@ def test_a_cluster_that_does_not_answer_is_a_users_error(monkeypatch: pytest.Mon
     def refuse(**options: Any) -> None:
         raise ConnectionError("nobody there")
 
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # left as it is when it is set
     monkeypatch.setattr("ray.init", refuse)
     monkeypatch.setattr("ray.shutdown", lambda: None)
     message = r"--ray-address 10\.0\.0\.1:1: no Ray cluster answers there \(nobody there\)"
     with pytest.raises(ValueError, match=message), connected("10.0.0.1:1", min_cpus=1):
         raise AssertionError("not reached")
+
+
+def test_without_an_address_no_other_cluster_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own default joins whatever RAY_ADDRESS names, or a cluster that once ran on this machine."""
+    given: list[Any] = []
+    monkeypatch.setattr("ray.init", lambda **options: given.append(options.get("address")))
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    with connected(None, min_cpus=1):
+        pass
+    assert given == ["local"]

@@ -53,6 +53,9 @@ def connected(address: str | None, *, min_cpus: int) -> Iterator[None]:
     # its name says).
     if address is None:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    elif _has_ray_token():
+        # `ray start` asks for the token where there is one, but a driver with an explicit address would not send it.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # A local Ray authenticates with a token of its own accord; it need not say so at every start.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
@@ -63,6 +66,8 @@ def connected(address: str | None, *, min_cpus: int) -> Iterator[None]:
     try:
         if address is None:
             ray.init(
+                # Without it Ray would join any cluster that runs, or once ran, on this machine.
+                address="local",
                 include_dashboard=False,
                 num_cpus=max(min_cpus, os.cpu_count() or 1),
                 object_store_memory=_object_store_bytes(),
@@ -74,13 +79,21 @@ def connected(address: str | None, *, min_cpus: int) -> Iterator[None]:
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ValueError(
                     f"--ray-address {address}: no Ray cluster answers there ({error}). Start one with "
-                    "`ray start --head`, or leave the flag out to run on this machine alone."
+                    "`ray start --head`, or leave the flag out to run on this machine alone. If there is one, give "
+                    "this machine its token (RAY_AUTH_TOKEN, or ~/.ray/auth_token)."
                 ) from error
         if on_sigterm is not None:
             signal.signal(signal.SIGTERM, on_sigterm)
         yield
     finally:
         ray.shutdown()
+
+
+def _has_ray_token() -> bool:
+    """Whether this user has a token of Ray's authentication."""
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return True
+    return os.path.isfile(os.path.expanduser("~/.ray/auth_token"))
 
 
 def _object_store_bytes() -> int:

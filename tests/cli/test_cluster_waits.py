@@ -26,10 +26,12 @@ def test_the_first_signal_counts_and_its_time_too() -> None:
 
 
 def test_a_stop_within_its_grace_has_not_expired() -> None:
-    stop = StopFlag(grace_s=1000.0)
+    stop = StopFlag(grace_s=1000.0, stepping=True)
     stop.set(signal.SIGTERM)
     assert stop.requested
     assert not stop.expired
+    stop.stepping = False
+    assert stop.expired, "a start is given up at once"
 
 
 class Ray:
@@ -73,11 +75,11 @@ def test_a_wait_that_is_too_long_says_what_it_waited_for(
 
 def test_a_stop_ends_a_wait_only_when_its_grace_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     Ray(monkeypatch)
-    stop = StopFlag(grace_s=0.05)
+    stop = StopFlag(grace_s=0.05, stepping=True)
     stop.set(signal.SIGINT)
     with pytest.raises(StopRequested, match="rollout 7"):
         wait_for(None, "rollout 7", stop=stop, deadline_s=1000)
-    patient = StopFlag(grace_s=1000)
+    patient = StopFlag(grace_s=1000, stepping=True)
     patient.set(signal.SIGINT)
     assert wait_for(lambda: "done", "rollout 7", stop=patient, deadline_s=1000) == "done"
 

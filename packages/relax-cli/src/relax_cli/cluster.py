@@ -178,6 +178,8 @@ class StopFlag:
     """How long the step in progress may still take after the signal."""
     total_s: float = 8.0
     """When the last actor is to be told to go; ending Ray itself takes another second or two."""
+    stepping: bool = False
+    """The start is over: there is a step that may be worth finishing."""
     signal_number: int | None = None
     at: float = 0.0
 
@@ -191,7 +193,8 @@ class StopFlag:
 
     @property
     def expired(self) -> bool:
-        return self.requested and time.monotonic() - self.at > self.grace_s
+        """True when nothing is to be finished any more."""
+        return self.requested and (not self.stepping or time.monotonic() - self.at > self.grace_s)
 
     def left(self, seconds: float) -> float:
         """``seconds``, or what a requested stop leaves of them; never less than one."""

@@ -74,6 +74,7 @@ def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag, outcome: 
             fleet = Fleet(config, stop=stop, note=progress.note)
             try:
                 fleet.start()
+                stop.stepping = True
                 ColocateRun(config, fleet, trackers, progress, stop, outcome).run()
             finally:
                 fleet.close()
@@ -133,8 +134,9 @@ def _signals(stop: StopFlag, progress: Progress) -> Iterator[None]:
             os._exit(128 + number)
         stop.set(number)
         name = signal.Signals(number).name
+        what = f"finishing the step if it ends within {stop.grace_s:.0f} s, then stopping"
         with contextlib.suppress(RuntimeError):  # it came in the middle of another line
-            progress.note(f"{name}: finishing the step if it ends within {stop.grace_s:.0f} s, then stopping")
+            progress.note(f"{name}: {what if stop.stepping else 'stopping'}")
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

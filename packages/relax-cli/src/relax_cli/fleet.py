@@ -20,6 +20,8 @@ ENGINE_PROGRESS_S = 20.0
 CALL_DEADLINE_S = 24 * 3600.0
 """No generation or training step of ours lasts a day; a wait this long is a hang."""
 STOP_DEADLINE_S = 8.0
+ABANDON_DEADLINE_S = 2.0
+"""The same for a start that is given up: who still loads has nothing to put in order, and would not answer in time."""
 
 
 class Fleet:
@@ -33,6 +35,7 @@ class Fleet:
         self._trainers: list[Any] = []
         self._rollout: Any = None
         self._group: Any = None
+        self._started = False
         self.engine_info: list[dict[str, Any]] = []
 
     # ------------------------------------------------------------------ start
@@ -60,6 +63,7 @@ class Fleet:
             self.rollout("connect", self.engine_info, what="the rollout manager to know the engines")
         if self._trainers:
             self._finish_trainers(setup)
+        self._started = True
 
     @staticmethod
     def _rollout_class() -> Any:
@@ -220,7 +224,8 @@ class Fleet:
                 goodbyes.append(self._rollout.close.remote())
             goodbyes += [a.stop.remote() for a in self._engine_actors]
             if goodbyes:
-                ray.wait(goodbyes, num_returns=len(goodbyes), timeout=self._stop.left(STOP_DEADLINE_S))
+                patience = STOP_DEADLINE_S if self._started else ABANDON_DEADLINE_S
+                ray.wait(goodbyes, num_returns=len(goodbyes), timeout=self._stop.left(patience))
         except Exception:  # Ray itself may be gone; what follows still has to run
             log.exception("while stopping")
         for actor in [*self._trainers, *self._engine_actors, *([self._rollout] if self._rollout else [])]:

@@ -42,6 +42,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -97,6 +98,7 @@ __all__ = [
     "OptimizerParamScheduler",
     "PackedSeqParams",
     "ProcessGroupCollection",
+    "SequentialMLP",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "dist_checkpointing",

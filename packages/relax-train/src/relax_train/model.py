@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from relax_train.device import DeviceContext, default_dtype, has_cuda
+from relax_train.experts import use_grouped_products
 from relax_train.layout import Layout
 from relax_train.mcore import DistributedDataParallel, DistributedDataParallelConfig, GPTModel, TransformerConfig
 from relax_train.modules import stage_spec
@@ -278,6 +279,7 @@ def build_model(settings: TrainSettings, layout: Layout, *, folder: str | None =
             position_embedding_type="none",  # PackedAttention rotates, all documents of a row at once
             share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
         ).to(layout.device)
+        use_grouped_products(gpt)
         if layout.is_last_stage and padded > vocab and layout.tp_rank == layout.tp_size - 1:
             _mask_padding(gpt.output_layer, padded - vocab)
         chunk: Any = gpt

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `relax ARGV`.
 
     Returns:
-        the exit code: 0, 2 when the options are wrong, else what the sub-command says.
+        the exit code: 0, 2 when the options are wrong, 130 after Ctrl-C, else what the sub-command says.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
@@ -45,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"relax: no command {words[0]!r}{did_you_mean(words[0], commands)}", file=sys.stderr)
         print(_USAGE, end="", file=sys.stderr)
         return 2
-    return command(words[1:])
+    try:
+        return command(words[1:])
+    except KeyboardInterrupt:  # before a run takes the signals over
+        return 130
 
 
 def train(argv: list[str]) -> int:

@@ -20,7 +20,7 @@ class RolloutActor:
     """One per run. Async, so that hundreds of requests share its event loop."""
 
     def __init__(self, config: Any) -> None:
-        """Opens prompts, tokenizer and reward; a fault in them ends the start before an engine has loaded.
+        """Opens prompts, tokenizer, reward and loop; a fault in them ends the start before an engine has loaded.
 
         Args:
             config: the run's ``RunConfig``.
@@ -28,6 +28,7 @@ class RolloutActor:
         enter_folder(config.folder)
         start_log(config.run_dir, "rollout")
         from relax_data.source import open_prompts
+        from relax_rollout.loop import RolloutLoop
         from relax_rollout.rewards import build_reward
         from transformers import AutoTokenizer
 
@@ -39,6 +40,17 @@ class RolloutActor:
         self._eval_prompts = self._open_eval_prompts()
         self._reward = build_reward(config.reward)
         self._engines: list[SGLangEngine] = []
+        # Its functions of the user (filter, generation, collection) are imported here too.
+        self._loop = RolloutLoop(
+            self._settings,
+            engines=(),
+            source=self._source,
+            reward=self._reward,
+            tokenizer=self._tokenizer,
+            concurrency=config.sglang.sglang_server_concurrency,
+            max_staleness=config.cluster.max_staleness,
+            progress=self._tell_progress,
+        )
         self._profiler: Any = None
 
     async def connect(self, engine_info: list[dict[str, Any]]) -> None:
@@ -47,23 +59,12 @@ class RolloutActor:
         Args:
             engine_info: what ``EngineActor.start`` returned, in engine order.
         """
-        from relax_rollout.loop import RolloutLoop
         from relax_rollout.sglang.client import SGLangEngine
 
-        config = self._config
         self._engines = [
             SGLangEngine(info["url"], name=info["name"], log_path=info["log_path"]) for info in engine_info
         ]
-        self._loop = RolloutLoop(
-            self._settings,
-            engines=self._engines,
-            source=self._source,
-            reward=self._reward,
-            tokenizer=self._tokenizer,
-            concurrency=config.sglang.sglang_server_concurrency,
-            max_staleness=config.cluster.max_staleness,
-            progress=self._tell_progress,
-        )
+        self._loop.engines = list(self._engines)
         self._profiler = self._build_profiler([info["url"] for info in engine_info])
 
     def _build_profiler(self, urls: list[str]) -> Any:
@@ -91,10 +92,6 @@ class RolloutActor:
     async def ready(self) -> bool:
         """True once prompts, tokenizer and reward are loaded; raises what went wrong with them."""
         return True
-
-    async def prompts_per_epoch(self) -> int | None:
-        """Prompts of one epoch after the filters, None when a stream does not know."""
-        return len(self._source)
 
     @contextlib.asynccontextmanager
     async def _profiled(self, rollout_id: int) -> AsyncIterator[None]:

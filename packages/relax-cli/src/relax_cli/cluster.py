@@ -8,8 +8,10 @@ import dataclasses
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -39,11 +41,9 @@ def connected(address: str | None, *, min_cpus: int) -> Iterator[None]:
         min_cpus: logical CPUs a local Ray must offer. They only steer placement: the processes of a colocate run take
             turns, so more of them than cores is fine.
 
-    Signal handlers stay those of the caller: ``ray.init`` would put its own in their place. While it runs, a SIGTERM
-    raises SystemExit here.
-
     Raises:
         ValueError: no cluster answers at ``address``.
+        SystemExit: SIGINT or SIGTERM came while it connected; the code is its number.
     """
     # Ray's uv hook would ship the project to the workers and start each of them through `uv run` again.
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
@@ -59,34 +59,64 @@ def connected(address: str | None, *, min_cpus: int) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # A local Ray authenticates with a token of its own accord; it need not say so at every start.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    import ray
+    with _ending_at_once():
+        import ray
 
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-    on_sigterm = signal.getsignal(signal.SIGTERM)
+        try:
+            _connect(ray, address, min_cpus)
+        except BaseException:
+            ray.shutdown()
+            raise
     try:
-        if address is None:
-            ray.init(
-                # Without it Ray would join any cluster that runs, or once ran, on this machine.
-                address="local",
-                include_dashboard=False,
-                num_cpus=max(min_cpus, os.cpu_count() or 1),
-                object_store_memory=_object_store_bytes(),
-                **common,
-            )
-        else:
-            try:
-                ray.init(address=address, **common)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ValueError(
-                    f"--ray-address {address}: no Ray cluster answers there ({error}). Start one with "
-                    "`ray start --head`, or leave the flag out to run on this machine alone. If there is one, give "
-                    "this machine its token (RAY_AUTH_TOKEN, or ~/.ray/auth_token)."
-                ) from error
-        if on_sigterm is not None:
-            signal.signal(signal.SIGTERM, on_sigterm)
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM also raise SystemExit with their number; afterwards the handlers are what they were.
+
+    ``ray.init`` can wait for minutes; and the handler for SIGTERM that it puts in the place of the caller's, which does
+    just that, would stay there.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        handler = handlers[signal.Signals(number)]
+        if callable(handler):
+            handler(number, frame)
+        sys.exit(number)
+
+    for number in handlers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _connect(ray: Any, address: str | None, min_cpus: int) -> None:
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    if address is None:
+        ray.init(
+            # Without it Ray would join any cluster that runs, or once ran, on this machine.
+            address="local",
+            include_dashboard=False,
+            num_cpus=max(min_cpus, os.cpu_count() or 1),
+            object_store_memory=_object_store_bytes(),
+            **common,
+        )
+        return
+    try:
+        ray.init(address=address, **common)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"--ray-address {address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or "
+            "leave the flag out to run on this machine alone. If there is one, give this machine its token "
+            "(RAY_AUTH_TOKEN, or ~/.ray/auth_token)."
+        ) from error
 
 
 def _has_ray_token() -> bool:

@@ -52,8 +52,10 @@ def run(config: RunConfig) -> int:
                 outcome.stopped_by = stop.signal_number
             _finish(config, outcome, started, time.monotonic() - clock, progress)
         except (Exception, SystemExit) as error:
-            if isinstance(error, SystemExit) and error.code == signal.SIGTERM:
-                stop.set(signal.SIGTERM)  # Ray's way to end a driver that is still connecting
+            if isinstance(error, SystemExit) and error.code in (signal.SIGINT, signal.SIGTERM):
+                stop.set(error.code)
+                progress.note("stopped by request while Ray was starting")
+                return 128 + error.code
             log.exception("the run failed")
             if stop.requested:  # whoever signals us may have signalled our processes too
                 progress.note(f"stopped by request; what was running ended with {explanation(error)}")

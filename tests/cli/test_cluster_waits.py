@@ -6,7 +6,9 @@ import time
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 from relax_cli.cluster import StopFlag, StopRequested, connected, wait_for
+from relax_cli.controller import explanation
 
 
 def test_the_first_signal_counts_and_its_time_too() -> None:
@@ -61,6 +63,17 @@ def test_one_failure_is_raised_while_others_still_run(monkeypatch: pytest.Monkey
 
     with pytest.raises(RuntimeError, match="rank 1 died"):
         wait_for([None, fail], "the ranks", deadline_s=1000)
+
+
+def test_a_process_that_died_is_told_with_what_it_was_needed_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    Ray(monkeypatch)
+
+    def die() -> None:
+        raise ActorDiedError
+
+    with pytest.raises(ActorDiedError) as died:
+        wait_for([die], "training step 3", deadline_s=1000)
+    assert explanation(died.value).splitlines()[-1] == "The run was waiting for training step 3."
 
 
 def test_a_wait_that_is_too_long_says_what_it_waited_for(

@@ -263,7 +263,11 @@ def wait_for(
     while pending:
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=0.25)
         for ref in done:
-            values[ref] = ray.get(ref)  # raises at once what one of many raised, instead of waiting for the others
+            try:
+                values[ref] = ray.get(ref)  # raises at once what one of many raised, instead of waiting for the others
+            except ray.exceptions.RayActorError as error:  # it says which process died, not what it was doing
+                error.add_note(f"The run was waiting for {what}.")
+                raise
         now = time.monotonic()
         if not pending:
             break

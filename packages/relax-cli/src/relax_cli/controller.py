@@ -166,6 +166,7 @@ def explanation(error: BaseException) -> str:
     if "ray::" in text:  # what the actor raised could not be sent, only its traceback
         return [line for line in text.splitlines() if line and not line.startswith((" ", "ray::"))][-1]
     message = text.split("\nTraceback (most recent call last)")[0].rstrip()
+    message = "\n".join([message, *getattr(error, "__notes__", ())])
     return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
 
 

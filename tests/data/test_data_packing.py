@@ -17,10 +17,11 @@ def members(packed):
     dp=st.integers(1, 9),
     multiple=st.integers(1, 4),
     quadratic=st.booleans(),
+    lock_step=st.booleans(),
 )
-def test_every_sample_once_under_the_cap_and_equal_counts(lengths, cap, dp, multiple, quadratic):
+def test_every_sample_once_under_the_cap_and_equal_counts(lengths, cap, dp, multiple, quadratic, lock_step):
     cost = CostModel(linear=1.0, quadratic=0.02) if quadratic else None
-    packed = pack(lengths, cap, dp_size=dp, multiple_of=multiple, cost=cost)
+    packed = pack(lengths, cap, dp_size=dp, multiple_of=multiple, cost=cost, lock_step=lock_step)
     assert len(packed) == dp
     assert members(packed) == list(range(len(lengths)))
     assert len({len(rank) for rank in packed}) == 1
@@ -30,7 +31,7 @@ def test_every_sample_once_under_the_cap_and_equal_counts(lengths, cap, dp, mult
     assert all(batch == sorted(batch) for batch in batches)
     if len(lengths) >= len(batches):
         assert all(batches)
-    assert packed == pack(lengths, cap, dp_size=dp, multiple_of=multiple, cost=cost)
+    assert packed == pack(lengths, cap, dp_size=dp, multiple_of=multiple, cost=cost, lock_step=lock_step)
 
 
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60), cap=st.integers(100, 300))
@@ -87,6 +88,31 @@ def test_quality_on_the_lengths_of_a_rollout(dp):
     rank = loads.sum(axis=1)
     assert rank.max() / rank.mean() - 1 <= 0.001
     assert loads.max(axis=0).sum() / loads.mean(axis=0).sum() - 1 <= 0.01
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lock_step_comes_close_to_what_the_long_samples_allow(seed):
+    """With the FLOPs cost the slot of the longest sample waits for it, whatever is packed beside it."""
+    cap, dp = 32768, 8
+    lengths = grouped_lengths(512, cap, seed)
+    costs = CostModel.from_shape(parameters=3.6e9, num_layers=36, num_attention_heads=32, head_dim=128)(lengths)
+    # The other bins of that slot cost at most what the longest samples of as many tokens do, cut where they end.
+    longest_first = np.argsort(-lengths)
+    filled = np.cumsum(lengths[longest_first])
+    most = np.interp(dp * cap, filled, np.cumsum(costs[longest_first]))
+    limit = (dp * costs.max() - most) / costs.sum()
+
+    def losses(**how):
+        packed = pack(lengths, cap, dp_size=dp, cost=costs, **how)
+        loads = np.array([[costs[batch].sum() for batch in rank] for rank in packed])
+        by_rank = loads.sum(axis=1)
+        return loads.max(axis=0).sum() / loads.mean(axis=0).sum() - 1, by_rank.max() / by_rank.mean() - 1
+
+    slots, _ = losses(lock_step=True)
+    assert max(limit, 0.0) - 1e-9 <= slots <= max(limit, 0.0) + 0.01
+    slots_when_ranks_are_even, ranks = losses()
+    assert ranks <= 0.001
+    assert slots <= slots_when_ranks_are_even
 
 
 def test_cost_model_is_the_flops_of_a_forward_pass():

@@ -6,9 +6,11 @@ import numpy as np
 
 _GOOD = 2e-3
 """Relative gap within a slot, and between ranks, below which nothing more is to be won."""
-_RANKS_GOOD, _RANKS_GOOD_FEW, _FEW_SLOTS = 8e-4, 1.5e-2, 8
+_RANKS_GOOD, _RANKS_GOOD_FEW, _FEW_SLOTS = 9e-4, 1.8e-2, 8
 """How far the costliest rank may be above the mean, with at least so many slots, and with fewer: then evening the ranks
 further costs more in lock-step than it wins."""
+_RANKS_LEFT = 0.98
+"""An exchange is worth it when it leaves at most this much of the gap between two ranks."""
 _ALLOWANCES = (0.0, 0.005, 0.02, np.inf)
 _PARTNERS = 12
 """So many of the lightest bins are tried as partners of the heaviest one."""
@@ -96,7 +98,7 @@ class Bins:
         self._give(low, int(bin_of[at]), backs[i], [int(theirs[at])])
         return True
 
-    def even_ranks(self, slots: list[list[int]]) -> None:
+    def even_ranks(self, slots: list[list[int]], *, lock_step: bool = False) -> None:
         """Evens the sum of each rank's bins: by swaps of whole bins within a slot, then by exchanges of samples there.
 
         An exchange that makes a slot's costliest bin costlier costs time in lock-step, so those that do not come
@@ -104,10 +106,11 @@ class Bins:
 
         Args:
             slots: for each slot the bin of each rank; changed in place.
+            lock_step: no slot's costliest bin may become costlier.
         """
         table = np.array(slots)
         good = _RANKS_GOOD if len(table) >= _FEW_SLOTS else _RANKS_GOOD_FEW
-        for allowance in _ALLOWANCES:
+        for allowance in _ALLOWANCES[:1] if lock_step else _ALLOWANCES:
             for _ in range(10 * table.shape[1]):
                 loads = self.costs[table].sum(axis=0)
                 order = np.argsort(loads, kind="stable")
@@ -115,21 +118,28 @@ class Bins:
                 if loads[top] <= (1 + good) * loads.mean():
                     slots[:] = table.tolist()
                     return
-                others = [(int(r), float(loads[top] - loads[r])) for r in order[:-1][:_PARTNERS]]
-                if not (
-                    any(self._swap_bins(table, top, r, gap) for r, gap in others)
-                    or any(self._even_rank_pair(table, top, r, gap, allowance) for r, gap in others)
+                others = order[:-1][:_PARTNERS]
+                gaps = loads[top] - loads[others]
+                if not self._swap_bins(table, top, others, gaps) and not any(
+                    self._even_rank_pair(table, top, int(r), float(gap), allowance)
+                    for r, gap in zip(others, gaps, strict=True)
                 ):
                     break
         slots[:] = table.tolist()
 
-    def _swap_bins(self, table: np.ndarray, top: int, low: int, gap: float) -> bool:
-        """Swaps the bins of two ranks in the slot where that evens the ranks best; the slots stay as they are."""
-        left = np.abs(gap - 2.0 * (self.costs[table[:, top]] - self.costs[table[:, low]]))
-        k = int(left.argmin())
-        if left[k] >= 0.7 * gap:
+    def _swap_bins(self, table: np.ndarray, top: int, others: np.ndarray, gaps: np.ndarray) -> bool:
+        """Swaps the bins of two ranks in the slot where that evens them best; the slots stay as they are.
+
+        The partner is the first of ``others`` with whom that leaves less than 0.7 of their gap.
+        """
+        left = np.abs(gaps - 2.0 * (self.costs[table[:, [top]]] - self.costs[table[:, others]]))
+        good = np.flatnonzero(left.min(axis=0) < 0.7 * gaps)
+        if not len(good):
             return False
-        table[k, [top, low]] = table[k, [low, top]]
+        partner = int(good[0])
+        k = int(left[:, partner].argmin())
+        pair = [top, int(others[partner])]
+        table[k, pair] = table[k, pair[::-1]]
         return True
 
     def _even_rank_pair(self, table: np.ndarray, top: int, low: int, gap: float, allowance: float) -> bool:
@@ -140,14 +150,14 @@ class Bins:
         ceilings = costliest + (allowance * costliest if np.isfinite(allowance) else np.inf)
         for k, ceiling in enumerate(ceilings.tolist()):
             a, b = int(table[k, top]), int(table[k, low])
-            if self.costs[b] >= ceiling:
+            if ceiling - self.costs[b] < 0.5 * (1 - _RANKS_LEFT) * gap:  # too little can go there
                 continue
             found = self._best_exchange(a, b, gap, ceiling=ceiling)
             if found is not None and (best is None or found[0] < best[0]):
                 best = (found[0], k, found[1], found[2])
                 if best[0] <= 0.1 * gap:
                     break
-        if best is None or best[0] > 0.98 * gap:
+        if best is None or best[0] > _RANKS_LEFT * gap:
             return False
         _, k, i, j = best
         self._exchange(int(table[k, top]), int(table[k, low]), i, j)

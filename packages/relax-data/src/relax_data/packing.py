@@ -7,20 +7,17 @@ cost into one slot, and exchanges samples until slots and ranks are even. All of
 """
 
 import dataclasses
-import heapq
-from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from relax_data.exchange import Bins, even_by_swaps
+from relax_data.filling import fill, round_up
 
 Cost = Callable[[np.ndarray], np.ndarray] | Sequence[float] | np.ndarray
 
 _DONORS = 16
 """So many of the bins next in turn give samples to a slot."""
-_TRIES = 3
-"""Numbers of bins that are tried before the best-fit packing decides."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +56,7 @@ def pack(
     dp_size: int = 1,
     multiple_of: int = 1,
     cost: Cost | None = None,
+    lock_step: bool = False,
 ) -> list[list[list[int]]]:
     """Packs samples into micro-batches of at most ``max_tokens`` tokens.
 
@@ -69,6 +67,9 @@ def pack(
         multiple_of: the number of micro-batches a rank is a multiple of this (pipeline parallelism).
         cost: what is evened out over slots and ranks: a function of the lengths (:class:`CostModel`), or one number a
             sample. None is the number of tokens.
+        lock_step: the ranks meet in every micro-batch (experts over the data-parallel ranks, sharded parameters), so
+            that only slots count: ranks are evened only as far as no slot gets slower. Without it the ranks' sums are
+            evened as well, at the expense of slots where a single long sample forces them apart.
 
     Returns:
         For each rank a list of micro-batches, each a rising list of sample indices; every sample is in exactly one.
@@ -83,8 +84,8 @@ def pack(
     if len(tokens) == 0:
         return [[] for _ in range(dp_size)]
     costs = _costs(cost, tokens)
-    bins = _fill(tokens, max_tokens, dp_size * multiple_of)
-    return _spread(Bins(bins, tokens, costs, max_tokens), dp_size)
+    bins = fill(tokens, costs, max_tokens, dp_size=dp_size, multiple_of=multiple_of)
+    return _spread(Bins(bins, tokens, costs, max_tokens), dp_size, lock_step)
 
 
 def pack_static(
@@ -105,7 +106,7 @@ def pack_static(
 
 def lower_bound(lengths: Sequence[int] | np.ndarray, max_tokens: int, multiple: int = 1) -> int:
     """``ceil(sum / max_tokens)`` rounded up to ``multiple``: no packing under the cap has fewer micro-batches."""
-    return _round_up(-(-int(np.sum(lengths, dtype=np.int64)) // max_tokens), multiple)
+    return round_up(-(-int(np.sum(lengths, dtype=np.int64)) // max_tokens), multiple)
 
 
 def _lengths(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> np.ndarray:
@@ -141,75 +142,17 @@ def _costs(cost: Cost | None, tokens: np.ndarray) -> np.ndarray:
     return costs
 
 
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
 def _cut(items: list[int], n: int) -> list[list[int]]:
     """``n`` runs of neighbours whose lengths differ by at most one."""
     return [items[len(items) * i // n : len(items) * (i + 1) // n] for i in range(n)]
 
 
-def _fill(tokens: np.ndarray, cap: int, multiple: int) -> list[list[int]]:
-    """Bins under the cap, their number a multiple of ``multiple`` and as small as found."""
-    order = np.argsort(-tokens, kind="stable").tolist()
-    fitted = _best_fit(tokens.tolist(), order, cap)
-    most = _round_up(len(fitted), multiple)
-    # Two samples of more than half the cap never share a bin.
-    least = max(lower_bound(tokens, cap), int((2 * tokens > cap).sum()))
-    count = _round_up(least, multiple)
-    for _ in range(_TRIES):
-        bins = Bins(_longest_first(tokens.tolist(), order, count), tokens, tokens.astype(np.float64), cap)
-        if bins.push_under_cap():
-            return bins.items
-        if count >= most:
-            break
-        count += multiple
-    return _add_bins(fitted, most)
-
-
-def _longest_first(tokens: list[int], order: list[int], count: int) -> list[list[int]]:
-    """Each sample, longest first, into the emptiest bin (Graham 1969), whatever the cap."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, b) for b in range(count)]
-    for i in order:
-        load, b = loads[0]
-        bins[b].append(i)
-        heapq.heapreplace(loads, (load + tokens[i], b))
-    return bins
-
-
-def _best_fit(tokens: list[int], order: list[int], cap: int) -> list[list[int]]:
-    """Best-fit decreasing: each sample, longest first, into the fullest bin that has room."""
-    bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []
-    for i in order:
-        at = bisect_left(rooms, (tokens[i], -1))
-        if at == len(rooms):
-            bins.append([i])
-            insort(rooms, (cap - tokens[i], len(bins) - 1))
-        else:
-            room, b = rooms.pop(at)
-            bins[b].append(i)
-            insort(rooms, (room - tokens[i], b))
-    return bins
-
-
-def _add_bins(bins: list[list[int]], count: int) -> list[list[int]]:
-    """Takes samples out of the bins that have most, until there are ``count`` bins."""
-    bins = [list(b) for b in bins]
-    while len(bins) < count:
-        donor = max(range(len(bins)), key=lambda b: len(bins[b]))
-        bins.append([bins[donor].pop()] if len(bins[donor]) > 1 else [])
-    return bins
-
-
-def _spread(bins: Bins, dp_size: int) -> list[list[list[int]]]:
+def _spread(bins: Bins, dp_size: int, lock_step: bool) -> list[list[list[int]]]:
     """Bins of like cost into one slot, evened there, then dealt so that the ranks come out even."""
     slots = _slots(bins, dp_size)
     if dp_size > 1:
         slots = _deal(bins, slots, dp_size)
-        bins.even_ranks(slots)
+        bins.even_ranks(slots, lock_step=lock_step)
     return [[sorted(bins.items[slot[r]]) for slot in slots] for r in range(dp_size)]
 
 

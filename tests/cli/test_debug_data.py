@@ -37,3 +37,9 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path.write_bytes(lines[0] + lines[1][: len(lines[1]) // 2])
     with pytest.raises(ValueError, match=r"r\.jsonl:2 is not a saved group"):
         load_groups(path)
+
+
+def test_each_rollout_has_a_file_of_its_own_in_whatever_format() -> None:
+    """``{rollout_id:04d}`` passes the check of the option, so it has to work."""
+    assert path_for("r_{rollout_id}.jsonl", 12) == Path("r_12.jsonl")
+    assert path_for("r_{rollout_id:04d}.jsonl", 12) == Path("r_0012.jsonl")

@@ -11,8 +11,8 @@ from relax_data.types import Prompt, Sample, SampleGroup, SampleStatus
 
 
 def path_for(template: str, rollout_id: int) -> Path:
-    """The file of one rollout: ``{rollout_id}`` in ``template`` replaced."""
-    return Path(template.replace("{rollout_id}", str(rollout_id)))
+    """The file of one rollout: ``{rollout_id}`` in ``template`` filled in, ``{rollout_id:04d}`` too."""
+    return Path(template.format(rollout_id=rollout_id))
 
 
 def save_groups(groups: Sequence[SampleGroup], path: Path) -> None:

@@ -57,6 +57,8 @@ def connected(address: str | None, *, min_cpus: int) -> Iterator[None]:
         # `ray start` asks for the token where there is one, but a driver with an explicit address would not send it.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray gives its own processes 60 s to start, which a busy laptop with a cold disk needs for their imports alone.
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")
     # A local Ray authenticates with a token of its own accord; it need not say so at every start.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     with _ending_at_once():

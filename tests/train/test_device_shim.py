@@ -65,3 +65,19 @@ def test_settings_need_no_torch() -> None:
     code = "import sys, relax_train.settings, relax_train.observer; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_norm_and_scale_of_many_gradients() -> None:
+    from relax_train import mcore
+
+    assert mcore.clip_grads.l2_norm_impl is mcore._l2_norm
+    assert mcore.clip_grads.multi_tensor_scale_impl is mcore._scale
+    tensors = [torch.randn(3, 4), torch.randn(7), torch.zeros(2)]
+    norm, _ = mcore._l2_norm(0, None, [tensors], False)
+    assert norm.shape == (1,)
+    torch.testing.assert_close(norm[0], torch.cat([t.flatten() for t in tensors]).norm())
+    expected, targets = [t * 0.25 for t in tensors], [torch.empty_like(t) for t in tensors]
+    mcore._scale(0, None, [tensors, targets], 0.25)
+    assert all(torch.equal(a, b) for a, b in zip(targets, expected, strict=True))
+    mcore._scale(0, None, [tensors, tensors], 0.25)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))

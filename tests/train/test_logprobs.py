@@ -49,6 +49,31 @@ def test_the_entropy_is_a_metric_only_unless_asked() -> None:
     assert not h.requires_grad
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_without_entropy_the_log_probs_are_the_same(world: int, run_ranks: Callable[..., list[Any]]) -> None:
+    for lp, h in run_ranks(_without_entropy, world):
+        torch.testing.assert_close(lp, naive(*problem(), 0.7)[0], rtol=0, atol=1e-12)
+        assert not h.any()
+
+
+def _without_entropy() -> list[Any]:
+    rank, world, group = _world_group()
+    logits, labels = problem()
+    mine = logits.chunk(world, 1)[rank].clone()
+    return list(token_log_probs(mine, labels, temperature=0.7, group=group, with_entropy=False))
+
+
+def test_the_gradient_of_a_likely_token_keeps_its_precision() -> None:
+    """``1 - p`` is computed before it is rounded to bfloat16."""
+    logits = torch.zeros(3, 64, dtype=torch.bfloat16)
+    logits[:, 5] = torch.tensor([4.0, 8.0, 12.0])
+    labels = torch.full((3,), 5)
+    half, wide = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    token_log_probs(half, labels)[0].sum().backward()
+    naive(wide, labels, 1.0)[0].sum().backward()
+    torch.testing.assert_close(half.grad[:, 5].double(), wide.grad[:, 5], rtol=1e-2, atol=0)
+
+
 def test_padding_of_the_vocabulary_takes_no_part() -> None:
     logits, labels = problem(vocab=50)
     padded = torch.cat([logits, torch.full((37, 14), 99.0, dtype=torch.float64)], 1).requires_grad_()

@@ -40,6 +40,7 @@ def token_log_probs(
     vocab_size: int | None = None,
     entropy_grad: bool = False,
     overwrite_logits: bool = False,
+    with_entropy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``log softmax(logits / temperature)[labels]`` and the entropy of that distribution, in nats.
 
@@ -55,6 +56,7 @@ def token_log_probs(
         entropy_grad: whether the entropy is differentiated; without, no gradient flows from it.
         overwrite_logits: let the backward pass write the gradient into the memory of ``logits``, which saves a tensor
             of their size. Only when nothing reads the logits afterwards and the graph is used once.
+        with_entropy: False leaves the entropies 0, which saves a third of the time of a forward-only pass.
 
     Returns:
         log-probabilities and entropies, ``[tokens]`` each, float32 (float64 for float64 logits), equal on all ranks of
@@ -64,10 +66,11 @@ def token_log_probs(
     assert labels.shape == logits.shape[:1], (logits.shape, labels.shape)
     if group is not None and dist.get_world_size(group) == 1:
         group = None
+    assert with_entropy or not entropy_grad
     start = 0 if group is None else dist.get_rank(group) * logits.shape[1]
     width = logits.shape[1] if vocab_size is None else min(max(vocab_size - start, 0), logits.shape[1])
     log_probs, entropy = _TokenLogProbs.apply(
-        logits, labels, temperature, group, start, width, entropy_grad, overwrite_logits
+        logits, labels, temperature, group, start, width, entropy_grad, overwrite_logits, with_entropy
     )
     return log_probs, entropy if entropy_grad else entropy.detach()
 
@@ -86,36 +89,42 @@ class _TokenLogProbs(torch.autograd.Function):
         width: int,
         entropy_grad: bool,
         overwrite: bool,
+        with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         n, wide = logits.shape[0], _compute_type(logits)
-        top = torch.full((n,), torch.finfo(wide).min, dtype=wide, device=logits.device)
-        # Per row of this slice: sum exp(x - top), sum exp(x - top) (x - top), x[label]; x = logits / temperature.
-        sums = torch.zeros((3, n), dtype=wide, device=logits.device)
+        # Per row of this slice, x = logits / temperature: log sum exp(x); sum p log p with p = softmax over the slice;
+        # x[label], 0 where the label lies elsewhere.
+        log_z = torch.full((n,), torch.finfo(wide).min, dtype=wide, device=logits.device)
+        p_log_p, chosen = (torch.zeros(n, dtype=wide, device=logits.device) for _ in range(2))
         column, here = _local_columns(labels, start, width)
         for rows in _chunks(n, logits.shape[1]):
             if width == 0:
                 break
-            x = logits[rows, :width].to(wide, copy=True).div_(temperature)
-            sums[2, rows] = x.gather(1, column[rows, None]).squeeze(1).masked_fill_(~here[rows], 0)
-            top[rows] = x.amax(1)
-            x.sub_(top[rows, None])
-            p = x.exp()
-            sums[0, rows] = p.sum(1)
-            sums[1, rows] = p.mul_(x).sum(1)
+            x = logits[rows, :width]
+            if temperature != 1:
+                x = x.to(wide, copy=True).div_(temperature)
+            log_p = x.log_softmax(1, dtype=wide)
+            # The likeliest entry loses least in the difference.
+            top, at = x.max(1, keepdim=True)
+            log_z[rows] = (top.to(wide) - log_p.gather(1, at)).squeeze(1)
+            chosen[rows] = x.gather(1, column[rows, None]).squeeze(1).to(wide).masked_fill_(~here[rows], 0)
+            if with_entropy:
+                p_log_p[rows] = torch.linalg.vecdot(log_p.exp(), log_p)
         if group is not None:
-            # Move every slice's sums to the common maximum, then add: two collectives however many chunks.
-            local_top = top.clone()
+            # With z of the whole vocabulary, a slice's part of sum p log p is exp(log_z - z) (p_log_p + log_z - z).
+            top = log_z.clone()
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            shift = local_top - top
-            sums[1].add_(shift.clamp_min(-1e4) * sums[0])  # -1e4: no overflow; exp() of it is 0 all the same
-            sums[:2].mul_(shift.exp())
+            shift = (log_z - top).clamp_min(-1e4)  # a slice of padding: no overflow; exp() of it is 0 all the same
+            share = shift.exp()
+            sums = torch.stack([share, share * (p_log_p + shift), chosen])
             dist.all_reduce(sums, group=group)
-        log_sum = sums[0].log()
-        log_z = top + log_sum
-        entropy = log_sum - sums[1] / sums[0]
+            log_sum = sums[0].log()
+            log_z, chosen = top + log_sum, sums[2]
+            p_log_p = sums[1] / sums[0] - log_sum
+        entropy = -p_log_p if with_entropy else torch.zeros_like(p_log_p)
         ctx.save_for_backward(logits, labels, log_z, entropy)
         ctx.plan = (temperature, start, width, entropy_grad, overwrite)
-        return sums[2] - log_z, entropy
+        return chosen - log_z, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -128,17 +137,25 @@ class _TokenLogProbs(torch.autograd.Function):
         for rows in _chunks(logits.shape[0], logits.shape[1]):
             g = grad_log_prob[rows, None]
             # d log p[label] / d x = onehot - p;   d H / d x = -p (log p + H).
-            log_p = logits[rows, :width].to(wide, copy=True).div_(temperature).sub_(log_z[rows, None])
-            p = log_p.exp()
+            x = logits[rows, :width]
+            if temperature != 1:
+                x = x.to(wide, copy=True).div_(temperature)
+            log_p = x - log_z[rows, None]
+            at_label = log_p.gather(1, column[rows, None]) if width else log_p
             factor = -g
+            label_factor = factor
             if entropy_grad:
-                factor = factor - grad_entropy[rows, None] * (log_p + entropy[rows, None])
-            d = p.mul_(factor)
+                h, h_grad = entropy[rows, None], grad_entropy[rows, None]
+                factor = factor - h_grad * (log_p + h)
+                label_factor = label_factor - h_grad * (at_label + h)
+            torch.mul(log_p.exp_(), factor / temperature, out=out[rows, :width])
             if width:
-                d.scatter_add_(1, column[rows, None], g * here[rows, None])
-            out[rows, :width] = d.div_(temperature).to(logits.dtype)
+                # In full precision: p may be close to 1.
+                label = (at_label.exp() * label_factor + g) / temperature
+                at = column[rows, None]
+                out[rows].scatter_(1, at, label.to(out.dtype).where(here[rows, None], out[rows].gather(1, at)))
             out[rows, width:] = 0
-        return out, None, None, None, None, None, None, None
+        return out, None, None, None, None, None, None, None, None
 
 
 def _compute_type(logits: torch.Tensor) -> torch.dtype:

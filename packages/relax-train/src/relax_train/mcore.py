@@ -1,12 +1,15 @@
 """megatron-core as this package uses it: the one place that imports it.
 
 Works with the versions of :data:`TESTED_VERSIONS`, on CUDA without TransformerEngine and on the CPU. Beside the
-imports there are three names that megatron-core's own code refers to but defines only when TransformerEngine is there.
+imports there are three names that megatron-core's own code refers to but defines only when TransformerEngine is there,
+and faster versions of two functions that it defines only when it is not.
 """
 
 import contextlib
 import warnings
 from typing import Any
+
+import torch
 
 from relax_train.device import before_megatron
 
@@ -32,7 +35,7 @@ with warnings.catch_warnings():
     )
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, clip_grads, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -73,7 +76,30 @@ def _define_missing_names() -> None:
         megatron_random.fp8_autocast = _no_autocast
 
 
+def _l2_norm(_: int, __: Any, tensor_lists: list[list[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:
+    """Norm of all tensors together, float32 ``[1]``."""
+    norms = torch._foreach_norm(tensor_lists[0])
+    return torch.stack(norms).norm().float().view(1), None
+
+
+def _scale(_: int, __: Any, tensor_lists: list[list[torch.Tensor]], factor: float) -> None:
+    """Multiplies the tensors of the first list by ``factor`` into those of the second."""
+    source, target = tensor_lists
+    if all(a.data_ptr() == b.data_ptr() for a, b in zip(source, target, strict=True)):
+        torch._foreach_mul_(target, factor)
+    else:
+        torch._foreach_copy_(target, torch._foreach_mul(source, factor))
+
+
+def _replace_slow_fallbacks() -> None:
+    # Without apex and TransformerEngine megatron asks the device for the norm of each gradient in turn.
+    if clip_grads.l2_norm_impl is getattr(clip_grads, "local_multi_tensor_l2_norm", None):
+        clip_grads.l2_norm_impl = _l2_norm
+        clip_grads.multi_tensor_scale_impl = _scale
+
+
 _define_missing_names()
+_replace_slow_fallbacks()
 
 
 def to_torch_checkpoint(sharded_state: Any) -> Any:

@@ -153,7 +153,7 @@ class Passes:
         )
 
     def _row_log_probs(self, row: Row, output: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return row["slots"], self._token_log_probs(row, output)[0]
+        return row["slots"], self._token_log_probs(row, output, with_entropy=False)[0]
 
     def _row_loss(self, row: Row, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         settings = self._settings.algorithm

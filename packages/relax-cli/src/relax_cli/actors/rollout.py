@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from relax_cli.accounts import BookedSource
 from relax_cli.actors.process import enter_folder, start_log
 from relax_cli.lengths import context_lengths
 
@@ -36,7 +37,8 @@ class RolloutActor:
         self._settings = dataclasses.replace(config.rollout, rollout_max_context_len=context_lengths(config).sample)
         self._status = "idle"
         self._tokenizer = AutoTokenizer.from_pretrained(config.train.model.hf_checkpoint)
-        self._source = open_prompts(config.data, self._tokenizer, num_epoch=config.run.num_epoch)
+        prompts = open_prompts(config.data, self._tokenizer, num_epoch=config.run.num_epoch)
+        self._source = BookedSource(prompts, trains=not config.debug.debug_rollout_only)
         self._eval_prompts = self._open_eval_prompts()
         self._reward = build_reward(config.reward)
         self._engines: list[SGLangEngine] = []
@@ -107,9 +109,10 @@ class RolloutActor:
         Returns:
             ``{"groups": list[SampleGroup], "metrics": dict[str, float]}``; ``groups`` is empty at the end of the data.
         """
+        self._source.settle()
         async with self._profiled(rollout_id):
             result = await self._loop.generate(rollout_id, version)
-        return {"groups": result.groups, "metrics": result.metrics}
+        return {"groups": result.groups, "metrics": result.metrics | self._source.book(result)}
 
     async def evaluate(self, version: int) -> dict[str, float]:
         """Evaluates all of ``--eval-prompt-data`` with the weights the engines serve, of this version."""
@@ -152,11 +155,15 @@ class RolloutActor:
         await asyncio.gather(*(engine.resume_memory(tags) for engine in self._engines))
 
     async def state_dict(self) -> dict[str, Any]:
-        """Prompt cursor, buffered groups: what a resumed run needs to go on with exactly the next prompt."""
-        return self._loop.state_dict()
+        """Prompt cursor, buffered groups, ledger: what a resumed run needs to go on with exactly the next prompt."""
+        return {"loop": self._loop.state_dict(), "ledger": self._source.ledger_state()}
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loop.load_state_dict(state)
+        """Goes on where :meth:`state_dict` was called; the books must agree with what the loop holds."""
+        loop = state["loop"]
+        self._loop.load_state_dict(loop)
+        held = [group["prompt"]["ordinal"] for place in ("ready", "waiting") for group in loop["buffer"][place]]
+        self._source.load_ledger(state["ledger"], [*held, *(prompt["ordinal"] for prompt in loop["dropped"])])
 
     async def close(self) -> None:
         await self._reward.close()

@@ -43,9 +43,8 @@ def report(steps: list[dict[str, float]]) -> float:
         mark = "" if counts else "  (overhead)"
         print(f"  {phase.removeprefix('time/'):<16}{seconds / len(steps):8.3f} s  {seconds / total:6.1%}{mark}")
     overhead = 1 - useful / total
-    print(
-        f"neither generate nor log-probs nor train: {overhead:.1%} of a step, {overhead / LIMIT:.2f} of the limit {LIMIT:.0%}"
-    )
+    print(f"neither generate nor log-probs nor train: {overhead:.1%} of a step")
+    print(f"limit: {LIMIT:.0%}, used: {overhead / LIMIT:.2f} of it")
     return overhead
 
 

@@ -3,9 +3,10 @@
     python benchmarks/data_streaming.py --megabytes 1000 --rows 200000
 
 Each contender runs in a process of its own and reads the first ``--rows`` rows through a shuffle buffer of 10,000; then
-a new process resumes from the state it had after half of them. The peers' packages exclude each other, so each gets an
-environment of its own from ``uv run --with``, or the interpreter named by ``--python NAME=PATH``. The conversion that
-mosaicml-streaming needs first is timed apart.
+a new process resumes from the state it had after half of them. The peers' packages exclude each other, so each is a
+script that names its own (``data_streaming_datasets.py``, ``data_streaming_mosaic.py``) and runs with
+``uv run --script``, or with the interpreter named by ``--python NAME=PATH``. The conversion that mosaicml-streaming
+needs first is not counted.
 
 - growth: peak of resident memory, less that after the imports, MB
 - resume: from a new object to its first row, seconds, imports not counted
@@ -20,26 +21,47 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, Protocol
 
 BUFFER = 10_000
 AFTER_RESUME = 2_000
-PEERS = {"datasets": "datasets", "mosaicml-streaming": "mosaicml-streaming"}
+HERE = Path(__file__).resolve()
+SCRIPTS = {
+    "ours": HERE,
+    "datasets": HERE.with_name("data_streaming_datasets.py"),
+    "mosaicml-streaming": HERE.with_name("data_streaming_mosaic.py"),
+}
 CONTENDERS = [
     ("ours", "jsonl"),
     ("ours", "parquet"),
     ("datasets", "jsonl"),
     ("datasets", "parquet"),
     ("mosaicml-streaming", "jsonl"),
+    ("mosaicml-streaming", "parquet"),
 ]
+
+
+class Contender(Protocol):
+    """A shuffled stream over one file; made from its path."""
+
+    def rows(self) -> Iterator[int]:
+        """The ``id`` of each row."""
+        ...
+
+    def state(self) -> Any:
+        """Position, as JSON values."""
+        ...
+
+    def load(self, state: Any) -> None:
+        """Goes on from a position, before :meth:`rows`."""
+        ...
 
 
 def write_files(folder: Path, megabytes: int) -> None:
     """Prompts of a few hundred characters, the same rows as jsonl and as parquet in row groups of 100,000."""
+    import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -75,58 +97,6 @@ class Ours:
         self._data.load_state_dict(state)
 
 
-class Datasets:
-    def __init__(self, path: str):
-        import datasets
-
-        kind = "parquet" if path.endswith("parquet") else "json"
-        loaded = datasets.load_dataset(kind, data_files=path, split="train", streaming=True)
-        self._data = loaded.shuffle(seed=0, buffer_size=BUFFER)
-
-    def rows(self) -> Iterator[int]:
-        return (row["id"] for row in self._data)
-
-    def state(self) -> Any:
-        return self._data.state_dict()
-
-    def load(self, state: Any) -> None:
-        self._data.load_state_dict(state)
-
-
-class Mosaic:
-    def __init__(self, path: str):
-        from streaming import MDSWriter, StreamingDataset
-
-        self._folder = path + ".mds"
-        if not os.path.exists(self._folder):
-            start = time.perf_counter()
-            with (
-                MDSWriter(out=self._folder, columns={"id": "int", "input": "str", "label": "str"}) as out,
-                open(path) as lines,
-            ):
-                for line in lines:
-                    out.write(json.loads(line))
-            print(f"conversion: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-        self._data = StreamingDataset(
-            local=self._folder, shuffle=True, shuffle_seed=0, shuffle_block_size=BUFFER, batch_size=1
-        )
-        self._taken = 0
-
-    def rows(self) -> Iterator[int]:
-        for row in self._data:
-            self._taken += 1
-            yield int(row["id"])
-
-    def state(self) -> Any:
-        return self._data.state_dict(self._taken, False)
-
-    def load(self, state: Any) -> None:
-        self._data.load_state_dict(state)
-
-
-CLASSES = {"ours": Ours, "datasets": Datasets, "mosaicml-streaming": Mosaic}
-
-
 def resident_mb(which: str = "VmRSS") -> float:
     """Resident memory of this process now, or its peak (``VmHWM``)."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -135,31 +105,20 @@ def resident_mb(which: str = "VmRSS") -> float:
     raise OSError("this needs the /proc of Linux")
 
 
-def import_everything(name: str) -> None:
-    if name == "ours":
-        import relax_data.parquet
-        import relax_data.streaming  # noqa: F401
-    elif name == "datasets":
-        import datasets  # noqa: F401
-    else:
-        import streaming  # noqa: F401
-
-
-def work(name: str, path: str, rows: int, state_path: str) -> dict[str, Any]:
-    """Reads ``rows`` rows, or, when there is a state, resumes and reads a few."""
-    import_everything(name)
+def work(make: Callable[[str], Contender], path: str, rows: int, state_path: str) -> dict[str, Any]:
+    """Reads ``rows`` rows, or, when there is a state, resumes and reads a few. The imports are done by then."""
     before = resident_mb()
     if os.path.exists(state_path):
         state = json.loads(Path(state_path).read_text())
         start = time.perf_counter()
-        contender = CLASSES[name](path)
+        contender = make(path)
         contender.load(state)
         stream = contender.rows()
         ids = [next(stream)]
         seconds = time.perf_counter() - start
         ids += [next(stream) for _ in range(AFTER_RESUME - 1)]
         return {"resume": seconds, "ids": ids}
-    contender = CLASSES[name](path)
+    contender = make(path)
     stream = contender.rows()
     next(stream)
     start, ids, state = time.perf_counter(), [], None
@@ -174,11 +133,22 @@ def work(name: str, path: str, rows: int, state_path: str) -> dict[str, Any]:
     return {"rows_per_second": rows / seconds, "growth": resident_mb("VmHWM") - before, "ids": ids}
 
 
+def work_as_told(make: Callable[[str], Contender]) -> None:
+    """What the process of a contender does: its part of the benchmark, from the command line to standard output."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--path", required=True)
+    parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--state", required=True)
+    options = parser.parse_args()
+    print(json.dumps(work(make, options.path, options.rows, options.state)))
+
+
 def command(name: str, pythons: dict[str, str]) -> list[str] | None:
+    script = str(SCRIPTS[name])
     if name == "ours" or name in pythons:
-        return [pythons.get(name, sys.executable)]
+        return [pythons.get(name, sys.executable), script]
     uv = shutil.which("uv")
-    return [uv, "run", "--no-project", "--with", PEERS[name], "python"] if uv else None
+    return [uv, "run", "--script", script] if uv else None
 
 
 def measure(name: str, path: Path, rows: int, start: list[str]) -> dict[str, Any]:
@@ -186,7 +156,7 @@ def measure(name: str, path: Path, rows: int, start: list[str]) -> dict[str, Any
     found: dict[str, Any] = {}
     for _ in range(2):
         done = subprocess.run(
-            [*start, __file__, "--work", name, "--path", str(path), "--rows", str(rows), "--state", str(state)],
+            [*start, "--path", str(path), "--rows", str(rows), "--state", str(state)],
             capture_output=True,
             text=True,
             timeout=3600,
@@ -207,13 +177,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--folder", help="where the files are written, and found again by the next run")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
-    parser.add_argument("--path", help=argparse.SUPPRESS)
-    parser.add_argument("--state", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.work:
-        print(json.dumps(work(options.work, options.path, options.rows, options.state)))
-        return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(options.folder or temporary)
         os.environ.setdefault("RELAX_CACHE_DIR", str(folder / "cache"))
@@ -241,4 +205,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if "--state" in sys.argv:
+        import relax_data.parquet
+        import relax_data.streaming  # noqa: F401
+
+        work_as_told(Ours)
+    else:
+        main()

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 BUFFER = 10_000
 AFTER_RESUME = 2_000
+LIMIT_S = 1800
 HERE = Path(__file__).resolve()
 SCRIPTS = {
     "ours": HERE,
@@ -155,12 +156,15 @@ def measure(name: str, path: Path, rows: int, start: list[str]) -> dict[str, Any
     state = path.parent / f"state-{name}-{path.suffix[1:]}.json"
     found: dict[str, Any] = {}
     for _ in range(2):
-        done = subprocess.run(
-            [*start, "--path", str(path), "--rows", str(rows), "--state", str(state)],
-            capture_output=True,
-            text=True,
-            timeout=3600,
-        )
+        try:
+            done = subprocess.run(
+                [*start, "--path", str(path), "--rows", str(rows), "--state", str(state)],
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"no end after {LIMIT_S} s"}
         if done.returncode:
             return {"error": (done.stderr.strip().splitlines() or ["?"])[-1][:100]}
         part = json.loads(done.stdout.splitlines()[-1])

@@ -108,3 +108,15 @@ def check_artifacts(run: Any) -> None:
     assert "\x1b[" not in run.output, "plain lines when the output is not a terminal"
     assert "Summary" in run.output
     assert str(folder) in run.output
+
+
+def test_the_example_runs_as_it_is_shipped(relax: Callable[..., Any], tmp_path: Path) -> None:
+    """The short form of the README's main job, from another folder."""
+    example = Path(__file__).resolve().parents[2] / "examples" / "arithmetic" / "smoke.toml"
+    run = relax("train", "--config", str(example), "--tb-experiment-name", "run")
+    assert run.finish(600) == 0, run.output
+    assert len(run.steps()) == 4
+    evals = [m["eval/heldout/reward"] for m in run.metrics() if "eval/heldout/reward" in m]
+    assert 0 < evals[0] <= 0.5, "the start model is right now and then"
+    assert max(m["train/logprob_diff_max"] for m in run.steps()) < 1e-4
+    assert run.survivors(30) == []

@@ -166,7 +166,7 @@ def test_the_recorded_snapshots(recorded_run: Path) -> None:
     assert sum(h.bytes for h in plain.peak_holders) == plain.peak
     (error,) = oom.oom
     assert (error.asked, error.device_free) == (8589934592, 2144403456)
-    assert error.stack == ("<module> (/work/steering/research/make_fixtures.py:26)",)
+    assert error.stack == ("<module> (/srv/example/make_fixtures.py:26)",)
     assert oom.held[0].bytes == 17 * 8589934592
     assert growth(plain, oom)[0].grown == 17 * 8589934592
 

@@ -116,6 +116,13 @@ async def test_a_reward_that_raises_names_sample_function_and_traceback(hooks: H
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_a_reward_that_exits_does_not_end_the_event_loop(hooks: Hooks, kind: str) -> None:
+    path = hooks("exits", f"import sys\n{kind} score(sample):\n    sys.exit(3)\n")
+    with pytest.raises(RewardError, match=r"data\.jsonl:4 response 0: .*exits.*:score raised .*SystemExit: 3"):
+        await build_reward(RewardSettings(custom_rm_path=f"{path}:score"))(group("a"))
+
+
 @pytest.mark.parametrize(
     ("body", "options", "expected"),
     [

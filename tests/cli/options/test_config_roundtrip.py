@@ -18,7 +18,7 @@ from relax_cli.schema import Kind, Option
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12) | st.sampled_from(
     ["${config_dir}", "$${config_dir}/x", "$$${config_dir}", '"', "\\", "\x7f", "é\u2028\r\n\t"]
 )
-NUMBER = st.floats(allow_nan=False)
+NUMBER = st.floats(allow_nan=False, allow_infinity=False)
 JSON_VALUES: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | NUMBER | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),

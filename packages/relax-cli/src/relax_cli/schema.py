@@ -186,7 +186,7 @@ def _scalar_from_object(kind: Kind, value: Any) -> Any:
 
 def _checked(kind: Kind, value: Any, shown: Any) -> Any:
     right = isinstance(value, kind.base) and not (kind.base is int and isinstance(value, bool))
-    if right and isinstance(value, float) and math.isnan(value):
+    if right and isinstance(value, float) and not math.isfinite(value):
         right = False
     if right and kind.choices and value not in kind.choices:
         right = False

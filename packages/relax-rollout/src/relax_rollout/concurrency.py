@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -27,6 +27,20 @@ async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _as_error(error: BaseException) -> RuntimeError:
+    wrapped = RuntimeError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+async def guarded(call: Awaitable[T]) -> T:
+    """Awaits a function of the user; what would end the event loop (``sys.exit()``) becomes a RuntimeError."""
+    try:
+        return await call
+    except (SystemExit, KeyboardInterrupt) as e:
+        raise _as_error(e) from e
+
+
 async def in_thread(function: Callable[..., T], *args: Any) -> T:
     """Runs ``function`` in a thread of its own and waits for it.
 
@@ -48,8 +62,10 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
             outcome: tuple[T | None, BaseException | None] = (function(*args), None)
         except StopIteration as e:  # a future refuses it
             outcome = (None, RuntimeError(f"{function!r} raised StopIteration: {e}"))
-        except BaseException as e:
+        except Exception as e:
             outcome = (None, e)
+        except BaseException as e:  # SystemExit and its like would end the event loop, and all waits with it
+            outcome = (None, _as_error(e))
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, *outcome)
 

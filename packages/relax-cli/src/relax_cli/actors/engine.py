@@ -70,7 +70,11 @@ class EngineActor:
         """
 
         def progress(message: str) -> None:
-            self._progress = message
+            waited, _, line = message.partition(": ")
+            # SGLang's own lines begin with a time; warnings and long dumps between them say nothing to a user.
+            self._progress = (
+                f"{waited}: {line[:100]}" if line.startswith("[2") and "server_args=" not in line else waited
+            )
             logging.getLogger(__name__).info("%s: %s", self.name, message)
 
         self._server.start(progress=progress)

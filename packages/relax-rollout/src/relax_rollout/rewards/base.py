@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from relax_data.types import Sample, SampleGroup
 
-from relax_rollout.concurrency import LoopLocal, gather_or_cancel
+from relax_rollout.concurrency import LoopLocal, gather_or_cancel, guarded
 from relax_rollout.values import to_plain
 
 CALL_TIMEOUT_S = 600.0
@@ -85,7 +85,7 @@ class Reward(abc.ABC):
                 )
         async with self._slots.get():
             with self._errors_of(samples):
-                raw = await asyncio.wait_for(self.score(samples), self._timeout_s)
+                raw = await asyncio.wait_for(guarded(self.score(samples)), self._timeout_s)
         if not isinstance(raw, list | tuple) or len(raw) != len(samples):
             what = f"{len(raw)} rewards" if isinstance(raw, list | tuple) else f"a {type(raw).__name__}"
             raise RewardError(

@@ -21,6 +21,12 @@ def test_prompt_data_is_required_unless_rollouts_are_loaded():
     assert DataSettings().problems(frozenset({"load_debug_rollout_data"})) == []
 
 
+def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some.jsonl").write_text('{"input": "x"}\n')
+    assert problems(prompt_data=("",)) == ["--prompt-data holds an empty path: is a shell variable in it not set?"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -111,3 +111,11 @@ def test_every_option_has_help() -> None:
     for cls in SETTINGS:
         for field in dataclasses.fields(cls):
             assert field.metadata.get("help"), f"{cls.__name__}.{field.name}"
+
+
+def test_checkpoints_of_another_run_are_not_replaced_by_accident(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("rollout_7")
+    [problem] = CheckpointSettings(save=str(tmp_path)).problems()
+    assert "--save" in problem
+    assert f"--load {tmp_path}" in problem
+    assert CheckpointSettings(save=str(tmp_path), load=str(tmp_path)).problems() == []

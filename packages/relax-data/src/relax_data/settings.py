@@ -59,7 +59,9 @@ class DataSettings:
             given: names of the fields that the user set.
         """
         found = []
-        if self.prompt_data:
+        if "" in self.prompt_data:
+            found.append("--prompt-data holds an empty path: is a shell variable in it not set?")
+        elif self.prompt_data:
             try:
                 resolve_files(self.prompt_data)
             except DataError as error:

@@ -49,6 +49,11 @@ class CheckpointSettings:
             )
         if self.save is not None and os.path.exists(self.save) and not os.path.isdir(self.save):
             found.append(f"--save {self.save}: exists and is not a folder; choose another path")
+        if self.save is not None and self.load is None and os.path.exists(os.path.join(self.save, "latest")):
+            found.append(
+                f"--save {self.save}: holds the checkpoints of another run, which this one would replace; add --load "
+                f"{self.save} to go on with it, or choose another folder"
+            )
         if self.save_interval is not None:
             if self.save_interval < 1:
                 found.append(f"--save-interval {self.save_interval}: must be 1 or more")

@@ -117,6 +117,6 @@ def test_the_example_runs_as_it_is_shipped(relax: Callable[..., Any], tmp_path: 
     assert run.finish(600) == 0, run.output
     assert len(run.steps()) == 4
     evals = [m["eval/heldout/reward"] for m in run.metrics() if "eval/heldout/reward" in m]
-    assert 0 < evals[0] <= 0.5, "the start model is right now and then"
+    assert 0 < evals[0] < 0.7, "the start model is right now and then"
     assert max(m["train/logprob_diff_max"] for m in run.steps()) < 1e-4
     assert run.survivors(30) == []

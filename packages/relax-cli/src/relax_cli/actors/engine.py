@@ -58,10 +58,6 @@ class EngineActor:
         )
         self.name = name
 
-    def ping(self) -> bool:
-        """True once the actor is up."""
-        return True
-
     def start(self) -> dict[str, Any]:
         """Starts the server and waits until it is healthy.
 
@@ -83,10 +79,6 @@ class EngineActor:
     def progress(self) -> str:
         """The seconds :meth:`start` has waited and the last line of the server's log; empty before that."""
         return self._progress
-
-    def alive(self) -> bool:
-        """False once the server process has ended."""
-        return self._server.poll() is None
 
     def stop(self) -> None:
         """Ends the server and all its processes. May be called twice."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from relax_profiling.report.build import build_report
 from relax_profiling.snapshot.unpickle import NotASnapshot, load_snapshot
+from relax_profiling.trace import load as load_module
 from relax_profiling.trace import reader as reader_module
 from relax_profiling.trace.load import load_trace
 from relax_profiling.trace.reader import NotATrace, TraceReader
@@ -190,6 +191,24 @@ def test_fields_of_any_kind_cost_their_events_only(tmp_path: Path, trace_maker: 
     assert report.traces[0].breakdown.span == 10
     assert len(report.problems) == 1
     assert "events have missing or impossible fields" in report.problems[0]
+
+
+def test_events_read_one_by_one_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage anywhere in a piece makes all of its events dictionaries; nothing else of them may change."""
+    path = next((Path(__file__).parent / "data" / "train_trace").iterdir())
+    fast = load_trace(path)
+
+    def refuse(text: bytes) -> Any:
+        raise ValueError("damaged")
+
+    monkeypatch.setattr(load_module, "read_fields", refuse)
+    slow = load_trace(path)
+    assert (slow.names, slow.launches, slow.spans) == (fast.names, fast.launches, fast.spans)
+    assert (slow.collectives, slow.flops, slow.allocated) == (fast.collectives, fast.flops, fast.allocated)
+    assert (slow.processes, slow.problems, slow.meta) == (fast.processes, fast.problems, fast.meta)
+    assert all((fast.flops, fast.collectives, fast.spans, fast.processes))
+    for mine, other in ((slow.gpus, fast.gpus), (slow.threads, fast.threads)):
+        assert {k: vars(v) for k, v in mine.items()} == {k: vars(v) for k, v in other.items()}
 
 
 class Bomb:

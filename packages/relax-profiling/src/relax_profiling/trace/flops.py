@@ -23,7 +23,7 @@ def operator_flops(name: str, shapes: Any) -> float:
         return 0.0
     try:
         return float(count(shapes))
-    except (IndexError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError, OverflowError):
         return 0.0
 
 

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
+
+from relax_profiling.trace.fields import NO_ARGUMENTS, Arguments, Fields, fields_of, read_fields
 from relax_profiling.trace.flops import COUNTED, operator_flops
 from relax_profiling.trace.reader import Event, NotATrace, TraceReader
 
@@ -141,8 +144,8 @@ class Trace:
     def name_id(self, name: str) -> int:
         known = self._name_ids.get(name)
         if known is None:
-            if not isinstance(name, str):
-                raise TypeError("a name is text")
+            if not name:
+                raise ValueError("an activity needs a name")
             known = self._name_ids[name] = len(self.names)
             self.names.append(name)
         return known
@@ -159,7 +162,7 @@ def load_trace(path: Path) -> Trace:
     reader = TraceReader(path)
     trace.meta = reader.meta
     loader = _Loader(trace)
-    for events in reader.chunks():
+    for events in reader.typed_chunks(read_fields):
         trace.events += len(events)
         loader.take(events)
     loader.finish()
@@ -177,9 +180,10 @@ class _Loader:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._kinds: dict[str, int] = {}
+        self._counted: dict[tuple[str, bytes, bytes], tuple[float, str]] = {}
         self._name_ids = trace._name_ids
         self.malformed = 0
-        self._takers: dict[Any, Callable[[Event], None]] = {
+        self._takers: dict[Any, Callable[[Fields], None]] = {
             "cpu_op": self._operator,
             "cuda_runtime": self._launch,
             "cuda_driver": self._launch,
@@ -192,14 +196,18 @@ class _Loader:
             None: self._metadata,
         }
 
-    def take(self, events: list[Event]) -> None:
+    def take(self, events: list[Fields] | list[Event]) -> None:
         takers = self._takers
         for event in events:
             try:
-                taker = takers.get(event.get("cat"))
+                if isinstance(event, dict):
+                    if event.get("cat") not in takers:
+                        continue
+                    event = fields_of(event)
+                taker = takers.get(event.cat)
                 if taker is not None:
                     taker(event)
-            except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+            except (TypeError, ValueError, OverflowError):
                 self.malformed += 1
 
     def finish(self) -> None:
@@ -220,100 +228,91 @@ class _Loader:
         trace.first, trace.last = min(starts, default=math.inf), max(ends, default=-math.inf)
         trace.collectives.sort(key=lambda c: c.start)
 
-    def _operator(self, e: Event) -> None:
-        start = float(e["ts"])
-        duration = float(e.get("dur", 0.0))
+    def _operator(self, e: Fields) -> None:
+        start, duration, name = e.ts, e.dur, e.name
         if not (0.0 <= duration < _LONGEST and -_FURTHEST < start < _FURTHEST):
             raise ValueError("impossible time")
-        trace = self._trace
-        name = e["name"]
-        # Before the columns grow: a name that is no text must not leave them uneven.
         name_id = self._name_ids.get(name)
         if name_id is None:
-            name_id = trace.name_id(name)
-        thread = e.get("tid")
-        columns = trace.threads.get(thread)
+            name_id = self._trace.name_id(name)
+        columns = self._trace.threads.get(e.tid)
         if columns is None:
-            columns = trace.threads[thread] = HostColumns()
+            columns = self._trace.threads[e.tid] = HostColumns()
         columns.start.append(start)
         columns.duration.append(duration)
         columns.name.append(name_id)
-        if name in COUNTED:
-            arguments = e.get("args") or {}
-            if "Input Dims" in arguments:
-                counted = operator_flops(name, arguments["Input Dims"])
-                if counted:
-                    dtype = str((arguments.get("Input type") or ["?"])[0])
-                    trace.flops[dtype] = trace.flops.get(dtype, 0.0) + counted
+        if name in COUNTED and e.args is not None and e.args.dims:
+            self._count(name, e.args)
 
-    def _device_activity(self, e: Event) -> None:
-        start = float(e["ts"])
-        duration = float(e.get("dur", 0.0))
+    def _count(self, name: str, arguments: Arguments) -> None:
+        """Adds an operator's FLOPs; a model calls the same operator with the same shapes again and again."""
+        key = (name, bytes(arguments.dims), bytes(arguments.types))
+        counted = self._counted.get(key)
+        if counted is None:
+            types = orjson.loads(key[2]) if key[2] else None
+            counted = operator_flops(name, orjson.loads(key[1])), str((types or ["?"])[0])
+            self._counted[key] = counted
+        flops, dtype = counted
+        if flops:
+            self._trace.flops[dtype] = self._trace.flops.get(dtype, 0.0) + flops
+
+    def _device_activity(self, e: Fields) -> None:
+        start, duration, name = e.ts, e.dur, e.name
         if not (0.0 <= duration < _LONGEST and -_FURTHEST < start < _FURTHEST):
             raise ValueError("impossible time")
-        trace = self._trace
-        arguments = e.get("args") or {}
-        device = arguments.get("device")
+        arguments = e.args or NO_ARGUMENTS
+        device = arguments.device
         if not isinstance(device, int):
-            device = int(e["pid"])
-        name = e["name"]
+            device = int(e.pid)
         kind = self._kinds.get(name)
         if kind is None:
-            kind = self._kinds[name] = device_kind(name, e["cat"])
-        correlation = int(arguments.get("correlation", -1))
-        name_id = trace.name_id(name)
-        columns = trace.gpus.get(device)
+            kind = self._kinds[name] = device_kind(name, e.cat or "")
+        correlation = -1 if arguments.correlation is None else int(arguments.correlation)
+        name_id = self._name_ids.get(name)
+        if name_id is None:
+            name_id = self._trace.name_id(name)
+        columns = self._trace.gpus.get(device)
         if columns is None:
-            columns = trace.gpus[device] = GpuColumns()
+            columns = self._trace.gpus[device] = GpuColumns()
         columns.correlation.append(correlation)  # first: it may be too large for its column
         columns.start.append(start)
         columns.end.append(start + duration)
         columns.kind.append(kind)
         columns.name.append(name_id)
         if kind == COMMUNICATION:
-            what = str(arguments.get("Collective name") or _collective_of(name))
-            group = str(arguments.get("Process Group Description") or arguments.get("Process Group Name") or "")
-            size = arguments.get("Group size")
-            members = str(arguments.get("Process Group Ranks", ""))
-            count = size if isinstance(size, int) else 0
-            trace.collectives.append(Collective(what, group, count, members, start, start + duration))
+            what = str(arguments.collective or _collective_of(name))
+            group = str(arguments.group or arguments.group_name or "")
+            size = arguments.group_size if isinstance(arguments.group_size, int) else 0
+            members = str(arguments.members or "")
+            self._trace.collectives.append(Collective(what, group, size, members, start, start + duration))
 
-    def _launch(self, e: Event) -> None:
-        start = float(e["ts"])
-        duration = float(e.get("dur", 0.0))
+    def _launch(self, e: Fields) -> None:
+        start, duration = e.ts, e.dur
         if not (0.0 <= duration < _LONGEST and -_FURTHEST < start < _FURTHEST):
             raise ValueError("impossible time")
         trace = self._trace
-        correlation = e["args"].get("correlation")
-        if correlation is not None:
-            trace.launches[correlation] = start
+        if e.args is not None and e.args.correlation is not None:
+            trace.launches[e.args.correlation] = start
         trace.runtime_start.append(start)
         trace.runtime_end.append(start + duration)
 
-    def _annotation(self, e: Event) -> None:
-        start, duration = _times(e)
-        self._trace.spans.append(Span(str(e["name"]), start, start + duration, e["cat"] == "gpu_user_annotation"))
+    def _annotation(self, e: Fields) -> None:
+        start, duration = e.ts, e.dur
+        if not (0.0 <= duration < _LONGEST and -_FURTHEST < start < _FURTHEST):
+            raise ValueError("impossible time")
+        self._trace.spans.append(Span(e.name, start, start + duration, e.cat == "gpu_user_annotation"))
 
-    def _memory(self, e: Event) -> None:
-        arguments = e.get("args") or {}
-        allocated = arguments.get("Total Allocated")
-        if e.get("name") == "[memory]" and arguments.get("Device Type") == 1 and isinstance(allocated, int):
-            device = int(arguments.get("Device Id", 0))
+    def _memory(self, e: Fields) -> None:
+        arguments = e.args or NO_ARGUMENTS
+        allocated = arguments.allocated
+        if e.name == "[memory]" and arguments.device_type == 1 and isinstance(allocated, int):
+            device = int(arguments.device_id or 0)
             peaks = self._trace.allocated
             peaks[device] = max(peaks.get(device, 0), allocated)
 
-    def _metadata(self, e: Event) -> None:
-        if e.get("ph") == "M" and e.get("name") == "process_name":
-            self._trace.processes.add(str(e["args"]["name"]))
-
-
-def _times(e: Event) -> tuple[float, float]:
-    """Start and duration in microseconds; the handlers of the most frequent events have these lines in them."""
-    start = float(e["ts"])
-    duration = float(e.get("dur", 0.0))
-    if not (0.0 <= duration < _LONGEST and -_FURTHEST < start < _FURTHEST):
-        raise ValueError("impossible time")
-    return start, duration
+    def _metadata(self, e: Fields) -> None:
+        if e.ph == "M" and e.name == "process_name" and e.args is not None:
+            self._trace.processes.add(str(e.args.name))
 
 
 def device_kind(name: str, category: str = "kernel") -> int:

@@ -9,13 +9,14 @@ import contextlib
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 Event = dict[str, Any]
+Typed = TypeVar("Typed")
 
 _CHUNK = 1 << 20
 _COMPRESSED_PIECE = 64 << 10
@@ -57,12 +58,20 @@ class TraceReader:
             NotATrace: for a file without trace events.
             OSError: when the file cannot be opened.
         """
+        return self.typed_chunks(lambda text: _only_events(orjson.loads(text)))
+
+    def typed_chunks(self, read: Callable[[bytes], list[Typed]]) -> Iterator[list[Typed] | list[Event]]:
+        """As :meth:`chunks`, with a reader of one's own for the text of a list of events.
+
+        Args:
+            read: may raise ``ValueError``; the events of that text then come as dictionaries.
+        """
         pieces = self._bytes()
         buffer = self._head(pieces)
         for piece in pieces:
             buffer += piece
             if len(buffer) >= _CHUNK:
-                events, used = self._split(buffer)
+                events, used = self._split(buffer, read)
                 if events:
                     yield events
                 del buffer[:used]
@@ -134,7 +143,7 @@ class TraceReader:
         if isinstance(fields, dict):
             self.meta.update(fields)
 
-    def _split(self, buffer: bytearray) -> tuple[list[Event], int]:
+    def _split(self, buffer: bytearray, read: Callable[[bytes], list[Typed]]) -> tuple[list[Typed] | list[Event], int]:
         """The events before the last boundary in the buffer, and how many bytes they and the boundary take."""
         window = max(0, len(buffer) - _BOUNDARY_WINDOW)
         boundaries = list(_BETWEEN.finditer(buffer, window))
@@ -142,6 +151,8 @@ class TraceReader:
             boundaries = list(_BETWEEN.finditer(buffer))
         for boundary in reversed(boundaries[-_BOUNDARY_TRIES:]):
             text = b"[" + bytes(buffer[: boundary.start() + 1]) + b"]"
+            with contextlib.suppress(ValueError):
+                return read(text), boundary.end()
             try:
                 return _only_events(orjson.loads(text)), boundary.end()
             except orjson.JSONDecodeError as e:

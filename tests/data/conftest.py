@@ -14,6 +14,8 @@ class CharTokenizer:
     chat_template = "yes"
 
     def __call__(self, texts: list[str], *, add_special_tokens: bool, return_attention_mask: bool) -> dict[str, Any]:
+        if any("stumbles" in t for t in texts):
+            raise RuntimeError("over this text")
         start = [1] if add_special_tokens else []
         return {"input_ids": [start + [ord(c) for c in t] for t in texts]}
 

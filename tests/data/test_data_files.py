@@ -1,5 +1,7 @@
 """Which files --prompt-data means."""
 
+import os
+
 import pytest
 from relax_data.errors import DataError
 from relax_data.files import FileSlice, resolve_files
@@ -38,6 +40,7 @@ def test_bad_names_say_what_to_do(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "table.csv").write_text("x\n")
     (tmp_path / "void").mkdir()
+    os.mkfifo(tmp_path / "pipe.jsonl")
     for spec, message in [
         (tmp_path / "trian.jsonl", "does not exist; did you mean .*train.jsonl"),
         (tmp_path / "nowhere" / "x.jsonl", "nor does its folder"),
@@ -46,6 +49,13 @@ def test_bad_names_say_what_to_do(tmp_path):
         (tmp_path / "void", "holds no data file"),
         (tmp_path / "*.parquet", "no data file matches"),
         (f"{tmp_path}/train.jsonl@[1]", "a slice is written"),
+        (f"{tmp_path}/train.jsonl@[0:-]", "a slice is written"),
+        (f"{tmp_path}/train.jsonl@[{'9' * 5000}:]", "9\\.\\.\\.: a slice is written"),
+        (tmp_path / "pipe.jsonl", "pipe.jsonl is no regular file .a pipe, socket or device"),
+        ("/dev/null@[0:1]", "/dev/null is no regular file"),
+        ("~no_such_user/x.jsonl", "~no_such_user/x.jsonl cannot be read: .*home directory"),
+        ("x" * 5000, "cannot be read: File name too long"),
+        ("", "an empty path"),
         (f"{tmp_path}/t*@[1:2]", None),
         (f"{tmp_path}/[to]*.jsonl@[0:1]", "slices 2 files at once"),
     ]:

@@ -41,6 +41,10 @@ def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):
         ({"mm_processor_pool_size": -2}, "--mm-processor-pool-size -2"),
         ({"multimodal_keys": {"smell": "s"}}, "unknown modality 'smell'"),
         ({"multimodal_keys": {"image": 3}}, "image must name the key"),
+        (
+            {"apply_chat_template": True, "apply_chat_template_kwargs": {"tokenize": True, "thinking": False}},
+            "--apply-chat-template-kwargs: 'tokenize' is no argument of the template",
+        ),
         ({"num_data_storage_units": 0}, "--num-data-storage-units 0"),
     ],
 )

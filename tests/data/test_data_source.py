@@ -5,6 +5,7 @@ import json
 import logging
 from collections import Counter
 
+import numpy as np
 import pytest
 from relax_data.errors import DataError
 from relax_data.settings import DataSettings
@@ -177,6 +178,13 @@ def test_blank_lines_are_no_rows_but_count_as_lines(write_jsonl, tokenizer):
         ('{"input": null}', r":3: key 'input' is null"),
         ('{"input": ["a"]}', r":3: key 'input' must be a string, not list; add --apply-chat-template"),
         ('{"input": "a", "metadata": [1]}', r":3: key 'metadata' must be a JSON object, not list"),
+        ("null", r":3: a row must be a JSON object, not null"),
+        (" null ", r":3: a row must be a JSON object, not null"),
+        ("NaN", r":3: a row must be a JSON object, not float"),
+        (r'{"input": "\ud800"}', r":3: not valid JSON \(half of a surrogate pair\)"),
+        (r'{"input": "a", "metadata": {"\udfff": 1}}', r":3: not valid JSON \(half of a surrogate pair\)"),
+        ('{"input": "a", "metadata": ' + json.dumps("[" * 10**5) + "}", r":3: key 'metadata' must be a JSON object"),
+        ('{"input": "the tokenizer stumbles"}', r":3: the tokenizer failed: RuntimeError: over this text"),
         ('{"input": ""}', None),
     ],
 )
@@ -191,6 +199,79 @@ def test_a_bad_row_is_named_or_skipped_and_counted(write_jsonl, tokenizer, line,
         assert texts == ["a", "b", "c", "a"]
         assert source.drops.counts == Counter({"unusable row (--skip-bad-rows)": 1})
         assert f"{path}:3" in source.drops.lines()[0]
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("NaN", r":1: key 'answer' is not a number \(NaN\); --label-key"),
+        ("null", r":1: key 'answer' is null; --label-key"),
+        ("123456789012345678901", r":1: key 'answer' is a number beyond 64 bits .*as a string"),
+        ('"123456789012345678901"', None),
+        ("9007199254740993", None),
+        ("2.5", None),
+    ],
+)
+def test_a_label_without_a_value_or_with_lost_digits_is_refused(write_jsonl, tokenizer, label, message):
+    options = settings(write_jsonl([f'{{"input": "x", "answer": {label}}}']), label_key="answer")
+    if message is None:
+        assert labels(open_prompts(options, tokenizer).next(1)) == [json.loads(label)]
+    else:
+        with pytest.raises(DataError, match=message):
+            open_prompts(options, tokenizer)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("lines", "options", "message"),
+    [
+        (["", "  "], {}, "all 2 lines are blank"),
+        (["", "null", "null"], {"skip_bad_rows": True}, r"2 rows dropped: unusable row \(--skip-bad-rows\) .*not null"),
+        ([{"input": "long"}, ""], {"rollout_max_prompt_len": 2}, "1 rows dropped: longer than --rollout-max-prompt"),
+        ([{"input": "the tokenizer stumbles"}], {"skip_bad_rows": True}, "1 rows dropped: .*:1: the tokenizer failed"),
+        ("@[5:5]", {}, "there are no rows"),
+        ([], {}, "there are no rows"),
+    ],
+)
+def test_no_usable_prompt_is_an_error_that_says_why(
+    write_jsonl, write_parquet, tokenizer, streaming, lines, options, message
+):
+    if isinstance(lines, str):
+        path = write_jsonl(rows(9)) + lines
+    elif lines:
+        path = write_jsonl(lines)
+    else:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = write_parquet(rows(1))
+        pq.write_table(pa.table({"input": pa.array([], pa.string())}), path)
+    with pytest.raises(DataError, match=rf"no prompt in .*prompts\..*: {message}"):
+        open_prompts(settings(path, use_streaming_dataset=streaming, **options), tokenizer, num_epoch=2).next(1)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_value_of_parquet_that_cannot_be_read_is_named_or_skipped(tmp_path, tokenizer, skip):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    no_text = pa.StringArray.from_buffers(3, pa.py_buffer(np.array([0, 1, 2, 3], np.int32)), pa.py_buffer(b"a\xffc"))
+    path = str(tmp_path / "x.parquet")
+    pq.write_table(pa.table({"input": no_text}), path)
+    if skip:
+        source = open_prompts(settings(path, skip_bad_rows=True), tokenizer, num_epoch=1)
+        assert [p.text for p in source.next(9)] == ["a", "c"]
+        assert len(source.drops) == 1
+    else:
+        with pytest.raises(DataError, match=r"x.parquet:2: column 'input' cannot be read: .*utf-8"):
+            open_prompts(settings(path), tokenizer)
+
+
+def test_a_prompt_that_is_no_text_is_named_whoever_made_it(write_jsonl, tokenizer):
+    # A command line that is no UTF-8 comes as halves of surrogate pairs.
+    options = settings(write_jsonl(rows(1)), apply_chat_template=True, system_prompt="\udcff")
+    with pytest.raises(DataError, match=r"prompts.jsonl:1: the prompt holds half of a surrogate pair"):
+        open_prompts(options, tokenizer)
 
 
 def test_a_label_that_is_missing_or_a_template_that_raises_is_named(write_jsonl, tokenizer):

@@ -233,6 +233,16 @@ def test_bad_rows_name_their_line_or_are_counted(write_jsonl):
     assert "prompts.jsonl:4: key 'input' is missing" in "".join(dataset.drops.lines())
 
 
+@pytest.mark.parametrize("readers", [1, 2])
+def test_an_epoch_without_a_row_is_an_error_for_who_reads_all_of_it(write_jsonl, readers):
+    dataset = StreamingDataset(write_jsonl(["", "null"]), skip_bad_rows=True, world_size=readers, shuffle=False)
+    if readers == 1:
+        with pytest.raises(DataError, match=r"no prompt in .*1 rows dropped: unusable row .*:2: .*not null"):
+            list(dataset)
+    else:
+        assert list(dataset) == []
+
+
 def test_lines_longer_than_an_index_entry_and_files_without_a_last_newline(tmp_path):
     path = tmp_path / "long.jsonl"
     sizes = [10, 3_000_000, 5, 1_500_000, 20, 17_000_000, 1]
@@ -319,6 +329,10 @@ class TestPromptSource:
         assert len(resumed.next(1000)) == 100
         assert resumed.drops.counts == dropped + dropped
         assert any(line.startswith("200 rows dropped: longer than") for line in resumed.drops.lines())
+
+    def test_blank_lines_at_the_end_of_an_epoch_do_not_end_the_run(self, write_jsonl, tokenizer):
+        source = self.source([write_jsonl([*rows(2), "", ""])], tokenizer, num_epoch=2)
+        assert [[p.label for p in source.next(n)] for n in (2, 1, 1, 1)] == [[0, 1], [0], [1], []]
 
     def test_an_epoch_without_any_prompt_is_an_error_not_a_loop(self, write_jsonl, tokenizer):
         path = write_jsonl(rows(10))

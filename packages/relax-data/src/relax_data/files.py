@@ -11,7 +11,7 @@ from pathlib import Path
 from relax_data.errors import DataError
 
 SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst", ".parquet")
-_SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
+_SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>(-?[0-9]{1,18})?):(?P<stop>(-?[0-9]{1,18})?)\]$")
 _HUB = "hf://"
 
 
@@ -58,10 +58,16 @@ def resolve_files(specs: str | Iterable[str]) -> list[FileSlice]:
 
 def _expand(spec: str) -> Iterator[FileSlice]:
     path, start, stop = _split_slice(spec)
+    if not path:
+        raise DataError("an empty path: is a shell variable in it not set?")
     if path.startswith(_HUB):
         yield FileSlice(path, start, stop)
         return
-    paths = _paths(path)
+    try:
+        paths = _paths(path)
+    except (OSError, RuntimeError) as error:
+        # A name that is too long, a folder that may not be read, ~ of a user that there is not.
+        raise DataError(f"{path[:200]} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if len(paths) > 1 and (start is not None or stop is not None):
         raise DataError(f"{spec} slices {len(paths)} files at once: put the slice behind each file")
     for p in paths:
@@ -74,9 +80,10 @@ def _split_slice(spec: str) -> tuple[str, int | None, int | None]:
     match = _SLICE.match(spec)
     if match is None:
         if "@[" in spec:
-            raise DataError(f"{spec}: a slice is written FILE@[START:STOP], with numbers of rows")
+            shown = spec if len(spec) <= 200 else spec[:200] + "..."
+            raise DataError(f"{shown}: a slice is written FILE@[START:STOP], with numbers of rows")
         return spec, None, None
-    start, stop = (int(x) if x not in ("", "-") else None for x in (match["start"], match["stop"]))
+    start, stop = (int(x) if x else None for x in (match["start"], match["stop"]))
     return match["path"], start, stop
 
 
@@ -91,6 +98,11 @@ def _paths(text: str) -> list[Path]:
         if not _is_data(path):
             raise DataError(f"{text}: unknown kind of file; known are {', '.join(SUFFIXES)}")
         return [path]
+    if path.exists():
+        raise DataError(
+            f"{text} is no regular file (a pipe, socket or device): rows are read at any place and more than once, so "
+            "write them to a file first"
+        )
     if glob.has_magic(text):
         files = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if _is_data(p))
         if not files:

@@ -42,6 +42,7 @@ class ParquetRows:
 
     def read(self, start: int, stop: int) -> "_ArrowBlock":
         parts: list[pa.RecordBatch] = []
+        first = start
         group = int(np.searchsorted(self._starts, start, side="right")) - 1
         while start < stop:
             end = min(stop, int(self._starts[group + 1]))
@@ -52,7 +53,8 @@ class ParquetRows:
                     del self._cursors[group]
             start, group = end, group + 1
         # One chunk a column: taking rows out of many chunks is slow.
-        return _ArrowBlock(pa.Table.from_batches(parts, schema=self._file.schema_arrow).combine_chunks())
+        table = pa.Table.from_batches(parts, schema=self._file.schema_arrow).combine_chunks()
+        return _ArrowBlock(table, self.name, first)
 
     def _cursor(self, group: int, row: int) -> "_Cursor":
         cursor = self._cursors.pop(group, None)
@@ -103,12 +105,27 @@ class _Cursor:
 
 
 class _ArrowBlock:
-    def __init__(self, table: pa.Table):
-        self._table = table
+    def __init__(self, table: pa.Table, name: str, first: int):
+        self._table, self._name, self._first = table, name, first
 
     def rows(self, offsets: Sequence[int]) -> list[Row | DataError | None]:
         # A slice is a view and a take copies: ranges in order, the common case of a scan, stay views.
         first, n = offsets[0] if len(offsets) else 0, len(offsets)
         if n and offsets[-1] - first == n - 1 and all(b - a == 1 for a, b in pairwise(offsets)):
-            return self._table.slice(first, n).to_pylist()
-        return self._table.take(pa.array(offsets, type=pa.int64())).to_pylist()
+            table = self._table.slice(first, n)
+        else:
+            table = self._table.take(pa.array(offsets, type=pa.int64()))
+        try:
+            return table.to_pylist()
+        except (ValueError, OverflowError, pa.ArrowException):
+            return [self._row(o) for o in offsets]
+
+    def _row(self, offset: int) -> Row | DataError:
+        """One row of a batch in which something cannot be converted: text that is no UTF-8, a time beyond Python's."""
+        row = {}
+        for column in self._table.column_names:
+            try:
+                row[column] = self._table.column(column)[offset].as_py()
+            except (ValueError, OverflowError, pa.ArrowException) as error:
+                return DataError(f"{self._name}:{self._first + offset + 1}: column {column!r} cannot be read: {error}")
+        return row

@@ -4,9 +4,10 @@ import collections
 import dataclasses
 import json
 import logging
+import math
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from relax_data.errors import DataError
 from relax_data.readers import Row
@@ -15,6 +16,7 @@ from relax_data.types import Messages, Prompt
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _MARK = re.compile(r"<(image|video|audio)>")
 _EXAMPLES = 3
 
@@ -85,16 +87,18 @@ class PromptBuilder:
         Raises:
             DataError: a row is unusable and ``skip_bad_rows`` is off; names file, line and key.
         """
-        drafts = [self._draft_or_drop(r) for r in rows]
+        drafts = [self._usable(self._draft, r.row, r.source) for r in rows]
         texts = [d.text for d in drafts if d is not None]
-        tokens = iter(self._tokenise(texts))
+        try:
+            tokens = iter(self._tokenise(texts))
+        except Exception:
+            # One of them stopped it: each alone, so that its row is named.
+            return [None if d is None else self._usable(self._finish_alone, d, d.source) for d in drafts]
         return [None if d is None else self._finish(d, next(tokens)) for d in drafts]
 
     def check(self, sourced: SourcedRow) -> None:
         """Raises :class:`DataError` when the row is unusable; counts nothing."""
-        if isinstance(sourced.row, DataError):
-            raise sourced.row
-        self._draft(sourced.row, sourced.source)
+        self._tokenise_alone(self._draft(sourced.row, sourced.source))
 
     def _tokenise(self, texts: list[str]) -> Sequence[Sequence[int]]:
         if not texts:
@@ -105,16 +109,24 @@ class PromptBuilder:
         assert len(ids) == len(texts), "the tokenizer returned another number of texts than it was given"
         return ids
 
-    def _draft_or_drop(self, sourced: SourcedRow) -> Prompt | None:
+    def _usable(self, step: Callable[[T, str], Prompt | None], value: T, source: str) -> Prompt | None:
+        """Result of ``step``, or None for an unusable row when those are skipped."""
         try:
-            if isinstance(sourced.row, DataError):
-                raise sourced.row
-            return self._draft(sourced.row, sourced.source)
+            return step(value, source)
         except DataError as error:
             if not self._settings.skip_bad_rows:
                 raise DataError(f"{error}. Mend the row, or pass --skip-bad-rows to go on without it") from None
             self.drops.add("unusable row (--skip-bad-rows)", str(error))
             return None
+
+    def _tokenise_alone(self, draft: Prompt) -> Sequence[int]:
+        try:
+            return self._tokenise([draft.text])[0]
+        except Exception as error:
+            raise DataError(f"{draft.source}: the tokenizer failed: {type(error).__name__}: {error}") from error
+
+    def _finish_alone(self, draft: Prompt, source: str) -> Prompt | None:
+        return self._finish(draft, self._tokenise_alone(draft))
 
     def _finish(self, draft: Prompt, ids: Sequence[int]) -> Prompt | None:
         limit = self._settings.rollout_max_prompt_len
@@ -127,7 +139,9 @@ class PromptBuilder:
         draft.input_ids = list(ids)
         return draft
 
-    def _draft(self, row: Row, source: str) -> Prompt:
+    def _draft(self, row: Row | DataError, source: str) -> Prompt:
+        if isinstance(row, DataError):
+            raise row
         s = self._settings
         value = _required(row, s.input_key, "--input-key", source)
         multimodal = self._multimodal(row, source)
@@ -140,13 +154,15 @@ class PromptBuilder:
         else:
             hint = "; add --apply-chat-template for chat messages" if isinstance(value, list) else ""
             raise DataError(f"{source}: key {s.input_key!r} must be a string, not {type(value).__name__}{hint}")
+        if _no_text(text):
+            raise DataError(f"{source}: the prompt holds half of a surrogate pair, which is no text; see --input-key")
         return Prompt(
             ordinal=-1,
             epoch=-1,
             source=source,
             text=text,
             input_ids=[],
-            label=None if s.label_key is None else _required(row, s.label_key, "--label-key", source),
+            label=None if s.label_key is None else _label(row, s.label_key, source),
             messages=messages,
             metadata=_metadata(row, s.metadata_key, source),
             multimodal=multimodal,
@@ -158,12 +174,15 @@ class PromptBuilder:
         if s.tool_key is not None and row.get(s.tool_key) is not None:
             kwargs["tools"] = _tools(row[s.tool_key], f"{source}: key {s.tool_key!r}")
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, **{"tokenize": False, "add_generation_prompt": True, **kwargs}
+            text = self._tokenizer.apply_chat_template(
+                messages, **{"add_generation_prompt": True, **kwargs, "tokenize": False}
             )
         except Exception as error:
             # Templates are programs of the checkpoint and raise what they like.
             raise DataError(f"{source}: the chat template failed: {type(error).__name__}: {error}") from error
+        if not isinstance(text, str):
+            raise DataError(f"{source}: the chat template gave a {type(text).__name__}, not a text")
+        return text
 
     def _multimodal(self, row: Row, source: str) -> dict[str, Any]:
         found = {}
@@ -177,10 +196,31 @@ class PromptBuilder:
 
 
 def _required(row: Row, key: str, flag: str, source: str) -> Any:
-    if row.get(key) is None:
-        state = "is null" if key in row else f"is missing (the row has {', '.join(map(repr, row)) or 'no key'})"
+    value = row.get(key)
+    # A column of numbers has NaN where a value is missing.
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        missing = f"is missing (the row has {', '.join(map(repr, row)) or 'no key'})"
+        state = missing if key not in row else "is null" if value is None else "is not a number (NaN)"
         raise DataError(f"{source}: key {key!r} {state}; {flag} names it")
-    return row[key]
+    return value
+
+
+def _label(row: Row, key: str, source: str) -> Any:
+    value = _required(row, key, "--label-key", source)
+    if isinstance(value, float) and value.is_integer() and abs(value) >= 2**63:
+        raise DataError(
+            f"{source}: key {key!r} is a number beyond 64 bits ({value:.3g}), whose digits are not all kept: write it "
+            "as a string; --label-key names it"
+        )
+    return value
+
+
+def _no_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _metadata(row: Row, key: str, source: str) -> dict[str, Any]:
@@ -205,7 +245,7 @@ def _parsed(value: Any) -> Any:
     if isinstance(value, str):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     return value
 

@@ -120,20 +120,25 @@ class _JsonlBlock:
             try:
                 row = orjson.loads(line)
             except orjson.JSONDecodeError as error:
-                row = self._unreadable(o, line, error)
-            if type(row) is not dict and row is not None and not isinstance(row, DataError):
-                row = DataError(
-                    f"{self._name}:{self._first + o + 1}: a row must be a JSON object, not {type(row).__name__}"
-                )
+                row = None if not line.strip() else self._python_json(o, line, error)
+            else:
+                if type(row) is not dict:
+                    row = self._no_object(o, row)
             out.append(row)
         return out
 
-    def _unreadable(self, offset: int, line: bytes, error: ValueError) -> Row | DataError | None:
-        if not line.strip():
-            return None
+    def _python_json(self, offset: int, line: bytes, error: ValueError) -> Row | DataError:
+        """A row with NaN or Infinity, which are no JSON but Python writes them; else what is wrong with it."""
         try:
-            # NaN and Infinity are no JSON, but Python writes them.
-            return json.loads(line)
-        except (ValueError, RecursionError):
+            row = json.loads(line)
+            # Half of a surrogate pair can be written as an escape, but is no text: no tokenizer and no file takes it.
+            json.dumps(row, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as problem:
+            reason = "half of a surrogate pair" if isinstance(problem, UnicodeEncodeError) else error
             shown = line[:60].decode("utf-8", "replace") + ("..." if len(line) > 60 else "")
-            return DataError(f"{self._name}:{self._first + offset + 1}: not valid JSON ({error}): {shown}")
+            return DataError(f"{self._name}:{self._first + offset + 1}: not valid JSON ({reason}): {shown}")
+        return row if type(row) is dict else self._no_object(offset, row)
+
+    def _no_object(self, offset: int, row: Any) -> DataError:
+        kind = "null" if row is None else type(row).__name__
+        return DataError(f"{self._name}:{self._first + offset + 1}: a row must be a JSON object, not {kind}")

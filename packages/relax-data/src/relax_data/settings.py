@@ -8,6 +8,13 @@ from relax_data.files import resolve_files
 from relax_data.options import flag, option
 
 
+_NOT_OF_TEMPLATE = {
+    *("conversation", "messages", "tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+}
+"""Arguments of ``apply_chat_template`` that are not handed to the template."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSettings:
     """Where prompts come from and how a row becomes a prompt."""
@@ -74,6 +81,11 @@ class DataSettings:
                     found.append(
                         f"{flag(name)} has no effect without --apply-chat-template: add it or drop {flag(name)}"
                     )
+        for name in sorted(_NOT_OF_TEMPLATE & set(self.apply_chat_template_kwargs or {})):
+            found.append(
+                f"--apply-chat-template-kwargs: {name!r} is no argument of the template, it says how the tokenizer is "
+                "called, which is fixed here (text first, tokens with --rollout-max-prompt-len after): remove it"
+            )
         for name in ("rollout_max_prompt_len", "streaming_buffer_size", "num_data_storage_units"):
             value = getattr(self, name)
             if value is not None and value < 1:

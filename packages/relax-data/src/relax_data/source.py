@@ -102,6 +102,7 @@ class MemoryPromptSource:
         self._num_epoch = num_epoch
         self._builder = builder
         self._prompts: list[_Stored] = []
+        self._rows_read = 0
         prints = []
         for file in files:
             rows = open_rows(file.path)
@@ -114,12 +115,14 @@ class MemoryPromptSource:
         for line in self.drops.lines():
             logger.warning("prompt data: %s", line)
         if not self._prompts:
-            raise DataError(_nothing_left([f.path for f in files], self.drops))
+            raise DataError(nothing_left([f.path for f in files], self.drops, self._rows_read))
         self._epoch = self._position = self._ordinal = 0
         self._order_of: tuple[int, np.ndarray] | None = None
 
     def _load(self, rows: RowFile, file: FileSlice) -> None:
-        for batch in _batches(rows, *file.bounds(rows.count)):
+        start, stop = file.bounds(rows.count)
+        self._rows_read += stop - start
+        for batch in _batches(rows, start, stop):
             for prompt in self._builder.build(batch):
                 if prompt is not None:
                     self._prompts.append(_Stored(prompt, np.array(prompt.input_ids, dtype=np.int32)))
@@ -255,6 +258,8 @@ def _batches(rows: RowFile, start: int, stop: int) -> Iterator[list[SourcedRow]]
         yield [SourcedRow(f"{rows.name}:{begin + i + 1}", row) for i, row in enumerate(found) if row is not None]
 
 
-def _nothing_left(paths: Sequence[str], drops: Drops) -> str:
+def nothing_left(paths: Sequence[str], drops: Drops, rows: int) -> str:
+    """Message for data without a usable row: what was dropped and why, and how many of ``rows`` are blank lines."""
     shown = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-    return f"no prompt in {shown}: " + ("; ".join(drops.lines()) or "there are no rows")
+    reasons = drops.lines() or ([f"all {rows} lines are blank"] if rows else ["there are no rows"])
+    return f"no prompt in {shown}: " + "; ".join(reasons) + ". Mend the rows or what drops them"

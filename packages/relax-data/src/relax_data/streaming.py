@@ -14,7 +14,7 @@ from relax_data.prompts import Drops, PromptBuilder, SourcedRow
 from relax_data.readers import Block, Row, open_rows
 from relax_data.settings import DataSettings
 from relax_data.shuffle import EpochPlan
-from relax_data.source import FileSet, check_kind, check_same_order
+from relax_data.source import FileSet, check_kind, check_same_order, nothing_left
 from relax_data.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,9 @@ class StreamingDataset:
             raise ValueError(f"buffer_size is {buffer_size}: must be at least 1")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size} readers: must be 0 to {world_size - 1}")
-        self._rows = _RowStream(_slices(paths), buffer_size, shuffle=shuffle, seed=seed)
+        files = _slices(paths)
+        self._rows = _RowStream(files, buffer_size, shuffle=shuffle, seed=seed)
+        self._paths = [f.path for f in files]
         self._turns = _Turns(rank=rank, world_size=world_size)
         self._input_key, self._skip_bad_rows = input_key, skip_bad_rows
         self.drops = Drops()
@@ -98,19 +100,25 @@ class StreamingDataset:
         count = self._rows.count
         position = self._turns.next()
         end = (position // count + 1) * count
+        read = usable = 0
         while (position := self._turns.next()) < end:
             sourced = self._rows.at(position)
             # Taken before it is handed out: a state saved while the caller works on the row does not repeat it.
             self._turns.take()
+            read += 1
             if sourced is None:
                 continue
             row = sourced.row if isinstance(sourced.row, DataError) else self._item(sourced, position)
             if isinstance(row, StreamedRow):
+                usable += 1
                 yield row
             elif self._skip_bad_rows:
                 self.drops.add("unusable row (skip_bad_rows)", str(row))
             else:
                 raise row
+        if read == count and not usable:
+            # Who loops over epochs would do so for ever.
+            raise DataError(nothing_left(self._paths, self.drops, count))
 
     def _item(self, sourced: SourcedRow, position: int) -> StreamedRow | DataError:
         row = sourced.row
@@ -184,11 +192,9 @@ class StreamingPromptSource:
 
     def _next(self, n: int) -> list[Prompt]:
         taken: list[Prompt] = []
-        while len(taken) < n:
+        while len(taken) < n and not self._exhausted:
             # Never more rows than prompts are missing: a row that was read has been handed out or dropped.
             batch = self._take(n - len(taken))
-            if not batch:
-                break
             epochs = [epoch for epoch, _ in batch]
             for epoch, prompt in zip(epochs, self._builder.build(r for _, r in batch), strict=True):
                 if prompt is not None:
@@ -199,10 +205,15 @@ class StreamingPromptSource:
             self._check_not_barren()
         return taken
 
+    @property
+    def _exhausted(self) -> bool:
+        return self._num_epoch is not None and self._position >= self._num_epoch * self._rows.count
+
     def _take(self, n: int) -> list[tuple[int, SourcedRow]]:
+        """Up to ``n`` rows with their epochs, at most to the end of the epoch; blank lines are passed over."""
         count = self._rows.count
         batch: list[tuple[int, SourcedRow]] = []
-        while len(batch) < n and (self._num_epoch is None or self._position < self._num_epoch * count):
+        while len(batch) < n and not self._exhausted:
             row = self._rows.at(self._position)
             if row is not None:
                 batch.append((self._position // count, row))
@@ -217,10 +228,7 @@ class StreamingPromptSource:
             for line in self.drops.lines():
                 logger.warning("prompt data, after epoch %d: %s", self._position // self._rows.count, line)
             if not self._found_in_epoch:
-                shown = ", ".join(f.path for f in self._files[:3])
-                raise DataError(
-                    f"no prompt in {shown}: " + ("; ".join(self.drops.lines()) or "all of their rows are blank")
-                )
+                raise DataError(nothing_left([f.path for f in self._files], self.drops, self._rows.count))
             self._found_in_epoch = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,7 +271,7 @@ class _RowStream:
         )
         self.count = sum(int(u[-1] - u[0]) for u in self._units if len(u))
         if self.count == 0:
-            raise DataError(f"no row in {', '.join(f.path for f in files[:3])}")
+            raise DataError(nothing_left([f.path for f in files], Drops(), 0))
         self._epoch, self._plan = -1, EpochPlan([], buffer_size, shuffle=shuffle, seed=seed, epoch=0)
         self._window: _Window | None = None
 

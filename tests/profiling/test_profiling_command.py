@@ -2,14 +2,18 @@
 
 import gzip
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from relax_profiling import merge
 from relax_profiling.cli import main
 from relax_profiling.report.build import build_report
 from relax_profiling.report.html import to_html
@@ -138,6 +142,25 @@ def test_merge_overwrites_nothing_and_says_what_it_left_out(
     assert out.read_bytes() == before
     assert main(["merge", str(tmp_path / "absent"), "-o", str(tmp_path / "n.json")]) == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.json", "run"]
+
+
+def test_a_kill_leaves_no_half_merged_file(recorded_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    during: list[str] = []
+
+    def killed(*_: Any) -> Iterator[bytes]:
+        yield b"{}"
+        during.extend(p.name for p in tmp_path.iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield b"{}"
+
+    monkeypatch.setattr(merge, "_moved", killed)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped:
+        main(["merge", str(recorded_run), "-o", str(tmp_path / "merged.json")])
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert len(during) == 1
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_memory_page(recorded_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": train,
         "doctor": _doctor,
-        "report": lambda rest: _profiling(["report", *rest]),
-        "profile": _profiling,
+        "report": lambda rest: _profiling(["report", *rest], "relax"),
+        "profile": lambda rest: _profiling(rest, "relax profile"),
     }
     if not words or words[0] in ("-h", "--help"):
         print(_USAGE, end="")
@@ -108,10 +108,10 @@ def _doctor(argv: list[str]) -> int:
     return doctor(argv)
 
 
-def _profiling(argv: list[str]) -> int:
+def _profiling(argv: list[str], program: str) -> int:
     from relax_profiling.cli import main as profiling
 
-    return profiling(argv)
+    return profiling(argv, program=program)
 
 
 if __name__ == "__main__":

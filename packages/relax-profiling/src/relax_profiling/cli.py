@@ -1,11 +1,14 @@
 """The ``relax-profile`` command."""
 
 import argparse
+import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # Only the standard library is imported here: --help answers at once, and each command imports what it needs.
@@ -15,10 +18,10 @@ class UsageError(ValueError):
     """An argument has a value that cannot be meant; the message names it and the fix."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of ``relax-profile``."""
+def build_parser(program: str = "relax-profile") -> argparse.ArgumentParser:
+    """The parser of the command, which another command line may offer under a name of its own."""
     parser = argparse.ArgumentParser(
-        prog="relax-profile",
+        prog=program,
         description="Profiles SGLang servers, and reads traces and memory recordings: where the time and the memory "
         "go, and what to change.",
         allow_abbrev=False,
@@ -60,19 +63,33 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, program: str = "relax-profile") -> int:
     """Runs the command; returns the exit status: 0, 1 when something could not be done, 2 for wrong usage."""
-    arguments = build_parser().parse_args(argv)
+    arguments = build_parser(program).parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     command = {"sglang": _sglang, "report": report, "merge": _merge, "memory": _memory}[arguments.command]
     try:
-        return command(arguments)
+        with _ended_by_kill():
+            return command(arguments)
     except BrokenPipeError:  # for instance `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as e:
-        print(f"relax-profile: {e}", file=sys.stderr)
+        print(f"{program}: {e}", file=sys.stderr)
         return 2 if isinstance(e, UsageError) else 1
+
+
+@contextlib.contextmanager
+def _ended_by_kill() -> Iterator[None]:
+    """A kill takes the way of an interrupt, so that no half-written file and no armed server is left."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -120,6 +137,7 @@ def _sglang(arguments: argparse.Namespace) -> int:
     if found:
         raise UsageError("\n".join(found))
     key = arguments.api_key or os.environ.get("SGLANG_API_KEY")
+    print(f"asking {len(arguments.url)} servers to record ...", file=sys.stderr)
     profiler = RolloutProfiler(settings, arguments.url, arguments.out / "sglang_trace", api_key=key)
     with profiler.rollout(arguments.rollout_id) as rollout:
         if rollout.started:

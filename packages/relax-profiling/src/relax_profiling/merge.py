@@ -1,6 +1,8 @@
 """One Perfetto file of all traces of a run: every role and rank as processes of their own, on one clock."""
 
+import gc
 import gzip
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +15,8 @@ from relax_profiling.layout import partial_path
 from relax_profiling.runs import FoundFile, find_files
 from relax_profiling.trace.load import Trace, load_trace
 from relax_profiling.trace.reader import Event, NotATrace, TraceReader
+
+logger = logging.getLogger(__name__)
 
 _STEP_PREFIXES = ("train_overall", "ProfilerStep#", "step[")
 # Numbers of processes in the merged file: room for the processes and devices of each source.
@@ -36,12 +40,25 @@ def merge_traces(paths: Sequence[Path], out: Path) -> tuple[int, list[str]]:
     if out.exists():
         raise FileExistsError(f"{out} exists; name another file or delete it")
     found, problems = find_files(paths)
+    collecting = gc.isenabled()
+    gc.disable()  # millions of small objects without a cycle: the collector would look at each again and again
+    try:
+        count = _merge(found, problems, out)
+    finally:
+        if collecting:
+            gc.enable()
+    return count, problems
+
+
+def _merge(found: Sequence[FoundFile], problems: list[str], out: Path) -> int:
+    """Merges the files into ``out``, and adds what could not be read to the problems."""
     traces: list[tuple[FoundFile, Trace]] = []
     for file in found:
         if file.role in ("snapshot", "memray"):
             continue
         try:
-            traces.append((file, load_trace(file.path)))
+            traces.append((file, load_trace(file.path).clock_and_collectives()))
+            logger.info("read %s", file.path)
         except (NotATrace, OSError) as e:
             problems.append(str(e) if str(file.path) in str(e) else f"{file.path}: {e}")
     if not traces:
@@ -50,7 +67,7 @@ def merge_traces(paths: Sequence[Path], out: Path) -> tuple[int, list[str]]:
     zero = min(t.base + t.first - offsets[f.path] for f, t in traces if math.isfinite(t.first))
     partial = partial_path(out.absolute().parent)
     try:
-        with gzip.open(partial, "wb", compresslevel=4) if out.suffix == ".gz" else partial.open("wb") as f:
+        with gzip.open(partial, "wb", compresslevel=1) if out.suffix == ".gz" else partial.open("wb") as f:
             f.write(b'{"displayTimeUnit":"ms","baseTimeNanoseconds":%d,"traceEvents":[\n' % int(zero * 1000))
             first = True
             for number, (file, trace) in enumerate(traces):
@@ -59,12 +76,13 @@ def merge_traces(paths: Sequence[Path], out: Path) -> tuple[int, list[str]]:
                     f.write((b"" if first else b",\n") + events)
                     first = False
                 problems += [f"{file.path}: {p}" for p in trace.problems]
+                logger.info("merged %s", file.path)
             f.write(b"\n]}\n")
         with out.open("xb"):
             partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)
-    return len(traces), problems
+    return len(traces)
 
 
 def _offsets(traces: list[tuple[FoundFile, Trace]]) -> dict[Path, float]:
@@ -114,7 +132,7 @@ def _process_name(pid: int, name: str) -> Event:
 
 
 def _move(event: Event, pid: Any, number: int, shift: float, title: str, named: set[int]) -> Event | None:
-    moved = dict(event)
+    moved = event
     if "pid" in moved:
         moved["pid"] = pid(moved["pid"])
     ts = moved.get("ts")

@@ -66,4 +66,5 @@ class ProfileServer:
             raise ServerRefused(f"{self.url}{path} answered {e.code}: {said or e.reason}") from e
         except (OSError, ValueError) as e:  # URLError and timeouts are OSError, a malformed address is a ValueError
             reason = getattr(e, "reason", None) or e
-            raise ServerUnreachable(f"no answer from {self.url}{path} within {timeout:.0f} s: {reason}") from e
+            waited = f" within {timeout:.0f} s" if isinstance(reason, TimeoutError) else ""
+            raise ServerUnreachable(f"no answer from {self.url}{path}{waited}: {reason}") from e

@@ -30,6 +30,7 @@ IDLE_CAUSES = {
     "launch": "host-bound launch gaps",
     "collective": "host waits for a collective",
     "data": "waiting for data",
+    "between": "between steps",
     "host": "host outside torch (Python, I/O, sleep)",
     "other": "other waits of the device",
 }
@@ -103,7 +104,7 @@ def host_breakdown(trace: Trace) -> Breakdown:
         communication_overlapped=overlapped,
         memory=0.0,
         idle=idle,
-        idle_causes={"host": inside, "data": max(0.0, idle - inside)} if marked else {"host": idle},
+        idle_causes={"host": inside, "between": max(0.0, idle - inside)} if marked else {"host": idle},
         on_device=False,
     )
 
@@ -183,6 +184,6 @@ class _HostActivity:
                     causes["launch"] += quiet
                     continue
                 between = total(self._steps.outside(quiet_start, quiet_end)) if self._steps else 0.0
-                causes["data"] += between
+                causes["between"] += between
                 causes["host"] += quiet - between
             causes["launch"] += total(self._work.within(s, e))

@@ -105,40 +105,38 @@ def straggler(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> 
 
 def launch_bound(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:
     """The GPU is out of work because the host launches too slowly, for a quarter of the time or more."""
-    for t in _on_device(traces, "train"):
-        share = t.breakdown.idle_causes.get("launch", 0.0) / t.breakdown.span
-        if share >= 0.25:
-            yield Finding(
-                "host-bound training",
-                _where(t),
-                f"the GPU waits for launches for {share:.0%} of {_where(t)}",
-                "larger micro-batches give each launch more work",
-                ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "--micro-batch-size"),
-            )
-    for t in _on_device(traces, "engine"):
-        share = t.breakdown.idle_causes.get("launch", 0.0) / t.breakdown.span
-        if share >= 0.25:
-            yield Finding(
-                "host-bound engine",
-                _where(t),
-                f"the GPU waits for launches for {share:.0%} of {_where(t)}",
-                "more sequences at once give each launch more work, and CUDA graphs launch whole steps",
-                ("--rollout-batch-size", "--sglang-server-concurrency", "--sglang-cuda-graph-max-bs"),
-            )
+    figure = "the GPU waits for launches for {share:.0%} of {where}"
+    yield from _large_shares(
+        _on_device(traces, "train"),
+        lambda t: _idle(t, "launch"),
+        0.25,
+        "host-bound training",
+        figure,
+        "larger micro-batches give each launch more work",
+        ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "--micro-batch-size"),
+    )
+    yield from _large_shares(
+        _on_device(traces, "engine"),
+        lambda t: _idle(t, "launch"),
+        0.25,
+        "host-bound engine",
+        figure,
+        "more sequences at once give each launch more work, and CUDA graphs launch whole steps",
+        ("--rollout-batch-size", "--sglang-server-concurrency", "--sglang-cuda-graph-max-bs"),
+    )
 
 
 def waits_for_data(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:
     """Training waits for the next data for a seventh of the time or more."""
-    for t in _on_device(traces, "train"):
-        share = t.breakdown.idle_causes.get("data", 0.0) / t.breakdown.span
-        if share >= 0.15 and len(t.steps) >= 2:
-            yield Finding(
-                "training waits for data",
-                _where(t),
-                f"{share:.0%} of {_where(t)} lies between steps, without work",
-                "let generation run beside training, or give it more GPUs",
-                ("--fully-async", "--max-staleness", "--rollout-num-gpus"),
-            )
+    return _large_shares(
+        [t for t in _on_device(traces, "train") if len(t.steps) >= 2],
+        lambda t: _idle(t, "data") + _idle(t, "between"),
+        0.15,
+        "training waits for data",
+        "{share:.0%} of {where} goes by without work, between steps or in the wait for a batch",
+        "let generation run beside training, or give it more GPUs",
+        ("--fully-async", "--max-staleness", "--rollout-num-gpus"),
+    )
 
 
 def small_decode_batches(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:
@@ -173,16 +171,35 @@ def low_utilisation(traces: Sequence[TraceReport], memory: Sequence[MemoryReport
 
 def exposed_copies(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:
     """Copies between host and device that nothing hides."""
-    for t in _on_device(traces, "train"):
-        share = t.breakdown.share("memory")
-        if share >= 0.10:
-            yield Finding(
-                "exposed memory copies",
-                _where(t),
-                f"memory copies take {share:.0%} of {_where(t)}",
-                "keep the optimizer on the GPU if its states fit",
-                ("--optimizer-cpu-offload",),
-            )
+    return _large_shares(
+        _on_device(traces, "train"),
+        lambda t: t.breakdown.share("memory"),
+        0.10,
+        "exposed memory copies",
+        "memory copies take {share:.0%} of {where}",
+        "keep the optimizer on the GPU if its states fit",
+        ("--optimizer-cpu-offload",),
+    )
+
+
+def _large_shares(
+    traces: Sequence[TraceReport],
+    share_of: Callable[[TraceReport], float],
+    least: float,
+    rule: str,
+    figure: str,
+    advice: str,
+    flags: tuple[str, ...],
+) -> Iterable[Finding]:
+    """A finding for each trace in which something takes at least this share of the time."""
+    for t in traces:
+        share = share_of(t)
+        if share >= least:
+            yield Finding(rule, _where(t), figure.format(share=share, where=_where(t)), advice, flags)
+
+
+def _idle(t: TraceReport, cause: str) -> float:
+    return t.breakdown.idle_causes.get(cause, 0.0) / t.breakdown.span
 
 
 def peak_from_logits(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:
@@ -204,30 +221,42 @@ def peak_from_logits(traces: Sequence[TraceReport], memory: Sequence[MemoryRepor
 
 def peak_from_activations(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:
     """Two fifths of the peak or more are activations of the layers."""
-    for m, d in _devices(memory):
-        _, share = _held_by(d, _LAYERS)
-        if share >= 0.40:
-            yield Finding(
-                "peak from activations",
-                _memory_where(m),
-                f"activations of the layers hold {share:.0%} of the peak of {d.peak / _GIB:.2f} GiB",
-                "recompute them in the backward pass",
-                ("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
-            )
+    return _large_holders(
+        memory,
+        _LAYERS,
+        "peak from activations",
+        "activations of the layers",
+        "recompute them in the backward pass",
+        ("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
+    )
 
 
 def peak_from_optimizer(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:
     """Two fifths of the peak or more are optimizer states."""
+    return _large_holders(
+        memory,
+        _OPTIMIZER,
+        "peak from the optimizer",
+        "optimizer states",
+        "keep them in the memory of the host",
+        ("--optimizer-cpu-offload",),
+    )
+
+
+def _large_holders(
+    memory: Sequence[MemoryReport],
+    words: tuple[str, ...],
+    rule: str,
+    holder: str,
+    advice: str,
+    flags: tuple[str, ...],
+) -> Iterable[Finding]:
+    """A finding for each peak of which stacks with one of the words hold at least two fifths."""
     for m, d in _devices(memory):
-        _, share = _held_by(d, _OPTIMIZER)
+        _, share = _held_by(d, words)
         if share >= 0.40:
-            yield Finding(
-                "peak from the optimizer",
-                _memory_where(m),
-                f"optimizer states hold {share:.0%} of the peak of {d.peak / _GIB:.2f} GiB",
-                "keep them in the memory of the host",
-                ("--optimizer-cpu-offload",),
-            )
+            figure = f"{holder} hold {share:.0%} of the peak of {d.peak / _GIB:.2f} GiB"
+            yield Finding(rule, _memory_where(m), figure, advice, flags)
 
 
 def memory_grows(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:

@@ -62,7 +62,7 @@ def _read_traces(files: list[FoundFile], peak: float | None, problems: list[str]
             problems.append(f"{file.path}: holds neither device activities nor operators")
             continue
         if report.role == "train" and trace.collectives:
-            ranks.append((file, _only_collectives(trace), len(reports)))
+            ranks.append((file, trace.clock_and_collectives(), len(reports)))
         reports.append(report)
     for group in _recordings(ranks):
         waits = rank_waits({str(i): trace for _, trace, i in group})
@@ -122,15 +122,6 @@ def _mfu(trace: Trace, span: float, peak: float | None) -> float | None:
             continue
         seconds += flops / (top * 1e12)
     return seconds / (span / 1e6)
-
-
-def _only_collectives(trace: Trace) -> Trace:
-    """What the comparison of ranks needs, so that the rest need not be kept."""
-    slim = Trace(trace.path)
-    slim.meta = {"baseTimeNanoseconds": trace.meta.get("baseTimeNanoseconds", 0)}
-    slim.collectives = trace.collectives
-    slim.first, slim.last = trace.first, trace.last
-    return slim
 
 
 def _recordings(ranks: list[tuple[FoundFile, Trace, int]]) -> list[list[tuple[FoundFile, Trace, int]]]:

@@ -4,6 +4,8 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
+from datetime import date
+from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -33,10 +35,29 @@ async def test_exact_match() -> None:
     assert scored.rewards == [1.0, 1.0, 0.0, 0.0]
 
 
-async def test_exact_match_reads_a_label_that_is_a_number() -> None:
-    one = sample("42", label=42)
-    await build_reward(RewardSettings(rm_type="exact-match"))(one)
-    assert one.reward == 1.0
+@pytest.mark.parametrize(
+    ("label", "right", "wrong"),
+    [
+        (" 42 ", ["42", "42\n"], ["42.0"]),
+        (42, ["42"], ["42.0"]),
+        (2.0, ["2", "2.0"], ["2.00", "20"]),
+        (2.5, ["2.5"], ["2"]),
+        (Decimal("2.00"), ["2", "2.00"], ["2.0"]),
+        (Decimal("-0.10"), ["-0.10"], ["0"]),
+        (True, ["True", "true"], ["1"]),
+    ],
+)
+async def test_exact_match_reads_numbers_as_they_are_written(label: Any, right: list[str], wrong: list[str]) -> None:
+    samples = [sample(r, label=label) for r in right + wrong]
+    for one in samples:
+        await build_reward(RewardSettings(rm_type="exact-match"))(one)
+    assert [s.reward for s in samples] == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+@pytest.mark.parametrize("label", [{"a": 1}, [1], float("nan"), float("inf"), Decimal("NaN"), date(2024, 2, 29), b"4"])
+async def test_exact_match_refuses_labels_that_are_neither_text_nor_number(label: Any) -> None:
+    with pytest.raises(RewardError, match=r"data.jsonl:4 response 0: --rm-type exact-match .*--custom-rm-path"):
+        await build_reward(RewardSettings(rm_type="exact-match"))(sample("42", label=label))
 
 
 async def test_a_row_without_label_is_named() -> None:
@@ -117,10 +138,46 @@ async def test_a_reward_that_raises_names_sample_function_and_traceback(hooks: H
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-async def test_a_reward_that_exits_does_not_end_the_event_loop(hooks: Hooks, kind: str) -> None:
-    path = hooks("exits", f"import sys\n{kind} score(sample):\n    sys.exit(3)\n")
-    with pytest.raises(RewardError, match=r"data\.jsonl:4 response 0: .*exits.*:score raised .*SystemExit: 3"):
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        ("SystemExit(3)", "SystemExit: 3"),
+        ("KeyboardInterrupt", "KeyboardInterrupt: "),
+        ("asyncio.CancelledError", "CancelledError: "),
+        ("TimeoutError('mine')", "TimeoutError: mine"),
+        ("type('Mute', (Exception,), {'__str__': lambda e: 1 / 0})", r"Mute: \(its message cannot be shown"),
+    ],
+)
+async def test_whatever_a_reward_raises_is_an_error_that_names_it(
+    hooks: Hooks, kind: str, raised: str, message: str
+) -> None:
+    path = hooks("exits", f"import asyncio\n{kind} score(sample):\n    raise {raised}\n")
+    with pytest.raises(RewardError, match=rf"data\.jsonl:4 response 0: .*exits.*:score raised .*{message}"):
         await build_reward(RewardSettings(custom_rm_path=f"{path}:score"))(group("a"))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("True", 1.0),
+        ("2**70", 2.0**70),
+        ("np.float32(0.5)", 0.5),
+        ("np.array(0.5)", 0.5),
+        ("np.bool_(True)", 1.0),
+        ("torch.tensor(0.5)", 0.5),
+        ("Decimal('0.5')", 0.5),
+        ("Fraction(1, 2)", 0.5),
+    ],
+)
+@pytest.mark.parametrize("key", [None, "score"])
+async def test_every_kind_of_number_is_a_reward(hooks: Hooks, value: str, expected: float, key: str | None) -> None:
+    returned = value if key is None else f"{{'score': {value}, 'other': np.float32(2)}}"
+    imports = "from decimal import Decimal\nfrom fractions import Fraction\nimport numpy as np, torch\n"
+    path = hooks("numbers", f"{imports}def f(sample):\n    return {returned}\n")
+    one = sample("x")
+    await build_reward(RewardSettings(custom_rm_path=f"{path}:f", reward_key=key))(one)
+    assert (one.reward, one.reward_info) == (expected, {} if key is None else {"other": 2.0})
+    assert type(one.reward) is float
 
 
 @pytest.mark.parametrize(
@@ -130,7 +187,13 @@ async def test_a_reward_that_exits_does_not_end_the_event_loop(hooks: Hooks, kin
         ("return {'a': 1}", {"reward_key": "b"}, "without --reward-key 'b'; it has a"),
         ("return 1.0", {"reward_key": "b"}, "needs a dict"),
         ("return 'good'", {}, "returned 'good', which is no number"),
+        ("return '0.5'", {}, "returned '0.5', which is no number; return a float"),
+        ("return None", {}, "returned None, which is no number"),
         ("return float('nan')", {}, "must be finite"),
+        ("return 10**400", {}, "a reward must be finite"),
+        ("return 10**5000", {}, "returned a int that cannot be shown (ValueError); a reward must be finite"),
+        ("return type('Odd', (), {'__float__': lambda o: 1 / 0})()", {}, "which is no number"),
+        ("d = {'a': 1}; d['b'] = d; return d", {"reward_key": "a"}, "returned a dict of which"),
         ("return [1.0]", {"group_rm": True}, "1 rewards for 2 samples"),
         ("return 1.0", {"group_rm": True}, "a float for 2 samples"),
         ("return {'a': 1, 'b': object()}", {"reward_key": "a"}, "cannot be stored in a checkpoint"),
@@ -174,9 +237,17 @@ async def test_at_most_reward_max_concurrency_calls_at_once(hooks: Hooks) -> Non
         ("json:dump_s", "did you mean 'dump"),
         ("json:__doc__", "not a function"),
         ("json.no_such:f", "importing json.no_such failed"),
+        ("raise SystemExit(3)", "failed: SystemExit: 3"),
+        ("import asyncio; raise asyncio.CancelledError", "failed: CancelledError"),
+        (
+            "raise type('Mute', (Exception,), {'__str__': lambda e: 1 / 0})",
+            "failed: Mute: (its message cannot be shown",
+        ),
     ],
 )
-def test_a_function_that_cannot_be_imported(path: str, expected: str) -> None:
+def test_a_function_that_cannot_be_imported(hooks: Hooks, path: str, expected: str) -> None:
+    if "raise" in path:
+        path = hooks("unimportable", path) + ":f"
     with pytest.raises(ValueError, match="--custom-rm-path") as caught:
         build_reward(RewardSettings(custom_rm_path=path))
     assert expected in str(caught.value)

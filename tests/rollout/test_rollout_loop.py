@@ -163,7 +163,15 @@ async def test_a_filter_that_rejects_everything_is_an_error(make_loop: Make) -> 
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"), [("return 1 / 0", "raised ZeroDivisionError"), ("return 'yes'", "returned 'yes'")]
+    ("code", "expected"),
+    [
+        ("return 1 / 0", "raised ZeroDivisionError"),
+        ("return 'yes'", "returned 'yes'"),
+        ("return 10**5000", "returned a int that cannot be shown"),
+        ("raise SystemExit(3)", "raised SystemExit: 3"),
+        ("import asyncio; raise asyncio.CancelledError", "raised CancelledError: "),
+        ("raise type('Mute', (Exception,), {'__str__': lambda e: 1 / 0})", "raised Mute: (its message cannot be shown"),
+    ],
 )
 async def test_a_broken_filter_is_named(make_loop: Make, hooks: Hooks, code: str, expected: str) -> None:
     path = hooks("broken_filter", f"def keep(group):\n    {code}\n")
@@ -237,6 +245,8 @@ async def test_custom_generate_function_with_a_tool_turn(make_loop: Make, hooks:
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
+        ("raise SystemExit(3)", "generation with g raised UserFunctionError: SystemExit: 3"),
+        ("raise __import__('asyncio').CancelledError", "generation with g raised UserFunctionError: CancelledError: "),
         ("raise KeyError('tool')", "generation with g raised KeyError: 'tool'"),
         ("pass", "g left it pending; a function of --custom-generate-function-path must end with"),
         ("context.finish(sample, 'stop')", "without a single response token"),
@@ -259,16 +269,25 @@ async def test_custom_rollout_function(make_loop: Make, hooks: Hooks) -> None:
         "        await rollout.run_group(group)\n"
         "    return groups[:1:-1]\n"
         "async def unfinished(rollout):\n"
-        "    return rollout.take(1)\n",
+        "    return rollout.take(1)\n"
+        "async def leaves(rollout):\n"
+        "    raise SystemExit(3)\n"
+        "def plain(rollout):\n"
+        "    return []\n",
     )
     loop = make_loop(settings={"rollout_function_path": f"{path}:last_first"})
     assert ordinals((await loop.generate(0, 0)).groups) == [2, 3]
     # What it took and did not return comes first next time.
     assert ordinals((await loop.generate(1, 0)).groups) == [4, 5]
     assert [g["prompt"]["ordinal"] for g in loop.state_dict()["buffer"]["waiting"]] == [0, 1]
-    loop = make_loop(settings={"rollout_function_path": f"{path}:unfinished"})
-    with pytest.raises(ValueError, match=r"returned an unfinished group for data.jsonl:1"):
-        await loop.generate(0, 0)
+    for name, message in [
+        ("unfinished", "returned an unfinished group for data.jsonl:1"),
+        ("leaves", "raised SystemExit: 3"),
+        ("plain", "raised TypeError: it is not async; write async def"),
+    ]:
+        loop = make_loop(settings={"rollout_function_path": f"{path}:{name}"})
+        with pytest.raises(ValueError, match=rf"--rollout-function-path .*:{name} {message}"):
+            await loop.generate(0, 0)
 
 
 async def test_group_reward_sees_whole_groups(make_loop: Make, hooks: Hooks) -> None:

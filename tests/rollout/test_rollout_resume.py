@@ -1,19 +1,25 @@
 """Invariant 1: whatever is interrupted, killed and resumed, each prompt is returned once or counted as dropped."""
 
 import asyncio
+import datetime
 import json
 import random
 from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import strategies as st
-from relax_data.types import SampleGroup
+from relax_data.ledger import PromptLedger
+from relax_data.plain import from_plain, to_plain
+from relax_data.types import Prompt, SampleGroup
 from relax_rollout.loop import RolloutLoop
 from relax_rollout.rewards import build_reward
 from relax_rollout.settings import RewardSettings, RolloutSettings
-from relax_rollout.values import from_plain, to_plain
+from relax_rollout.state import group_from_state, group_to_state
 
 Make = Callable[..., Any]
 
@@ -174,25 +180,42 @@ def test_state_of_another_format_is_refused(
         loop.load_state_dict(loop.state_dict() | {"format": 99})
 
 
-def test_values_survive_json() -> None:
-    import datetime
-
-    import numpy as np
-
-    value = {
-        "n": np.float32(0.5),
-        "rows": np.arange(3),
-        "blob": b"\x00\xff",
-        "day": datetime.date(2024, 2, 29),
-        "nested": [(1, 2), {"flag": True, "none": None}],
-    }
-    stored = json.loads(json.dumps(to_plain(value, "row", objects=True)))
-    assert from_plain(stored) == {
+def test_numpy_values_become_plain_and_what_has_no_plain_form_is_refused() -> None:
+    value = {"n": np.float32(0.5), "rows": np.arange(3), "pair": (1, b"\xff")}
+    assert from_plain(json.loads(json.dumps(to_plain(value, "row")))) == {
         "n": 0.5,
         "rows": [0, 1, 2],
-        "blob": b"\x00\xff",
-        "day": datetime.date(2024, 2, 29),
-        "nested": [[1, 2], {"flag": True, "none": None}],
+        "pair": [1, b"\xff"],
     }
     with pytest.raises(ValueError, match="row holds a value of type date"):
-        to_plain(value, "row")
+        to_plain({"day": datetime.date(2024, 2, 29)}, "row")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Decimal("2.50"),
+        datetime.date(2024, 2, 29),
+        datetime.datetime(2024, 2, 29, 12, tzinfo=datetime.UTC),
+        datetime.timedelta(seconds=1.5),
+        b"\x00\xff",
+        [("key", 1), ("of a map", 2)],
+        {1: "a", "1": "b"},
+        {"__bytes__": "no base64"},
+        {"__object__": "no pickle"},
+        {"__dict__": {"__bytes__": ""}},
+        [1, 2.5, None, True, "a", {"nested": [Decimal(1)]}],
+    ],
+    ids=repr,
+)
+def test_labels_and_metadata_of_every_type_survive_a_checkpoint(tmp_path: Path, value: Any) -> None:
+    prompt = Prompt(0, 0, "x.parquet:1", "p", [1], label=value, metadata={"entry": value})
+    state = json.loads(json.dumps(group_to_state(SampleGroup.start(prompt, 1))))
+    ledger = PromptLedger()
+    ledger.hand_out([prompt])
+    ledger.save(tmp_path / "ledger.json")
+    (of_ledger,) = PromptLedger.load(tmp_path / "ledger.json").open()
+    for restored in (group_from_state(state).prompt, of_ledger):
+        assert restored == prompt
+        assert type(restored.label) is type(value)
+        assert repr(restored.label) == repr(value)

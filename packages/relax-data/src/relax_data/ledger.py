@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_data.errors import DataError
+from relax_data.plain import from_plain, to_plain
 from relax_data.types import Prompt
 
 
@@ -155,7 +156,7 @@ class PromptLedger:
             raise LedgerError(f"{handed_out} prompts were handed out and {booked} are accounted for: {self.counts()}")
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it; JSON-able when the rows were (no raw bytes of images in them)."""
+        """All of it; JSON-able when the rows were, else :func:`relax_data.plain.to_plain` makes it so."""
         return {
             "step": self.step,
             "trained": self.trained,
@@ -187,7 +188,7 @@ class PromptLedger:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
         try:
             with os.fdopen(handle, "w") as file:
-                json.dump(self.state_dict(), file)
+                json.dump(to_plain(self.state_dict(), "the prompt ledger", objects=True), file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -209,7 +210,7 @@ class PromptLedger:
         ledger = cls()
         try:
             with open(path) as file:
-                ledger.load_state_dict(json.load(file))
+                ledger.load_state_dict(from_plain(json.load(file)))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} is no readable prompt ledger: {error}") from error
         if step is not None and ledger.step != step:

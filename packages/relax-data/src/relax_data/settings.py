@@ -7,7 +7,6 @@ from relax_data.errors import DataError
 from relax_data.files import resolve_files
 from relax_data.options import flag, option
 
-
 _NOT_OF_TEMPLATE = {
     *("conversation", "messages", "tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs"),
     *("return_tensors", "return_dict", "return_assistant_tokens_mask"),

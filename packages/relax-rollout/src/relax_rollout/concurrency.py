@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
+
+from relax_rollout.values import describe
 
 T = TypeVar("T")
 
@@ -27,17 +30,33 @@ async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _as_error(error: BaseException) -> RuntimeError:
-    wrapped = RuntimeError(f"{type(error).__name__}: {error}")
+class UserFunctionError(RuntimeError):
+    """A function of the user raised what is no error (``sys.exit()``) and would end the event loop, or is not async."""
+
+
+def _as_error(error: BaseException) -> UserFunctionError:
+    wrapped = UserFunctionError(describe(error))
     wrapped.__cause__ = error
     return wrapped
 
 
-async def guarded(call: Awaitable[T]) -> T:
-    """Awaits a function of the user; what would end the event loop (``sys.exit()``) becomes a RuntimeError."""
+async def guarded(function: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """Awaits an async function of the user.
+
+    Raises:
+        UserFunctionError: it raised what would end the event loop, or pass for a cancellation by us; it is not async.
+    """
     try:
+        call = function(*args)
+        if not inspect.isawaitable(call):
+            raise UserFunctionError("TypeError: it is not async; write async def")
         return await call
     except (SystemExit, KeyboardInterrupt) as e:
+        raise _as_error(e) from e
+    except asyncio.CancelledError as e:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
         raise _as_error(e) from e
 
 

@@ -1,13 +1,13 @@
 """Filters decide whether a scored group is trained on (``--dynamic-sampling-filter-path``)."""
 
-import inspect
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from relax_data.types import SampleGroup
 
-from relax_rollout.hooks import load_function
+from relax_rollout.hooks import is_async, load_function
+from relax_rollout.values import describe, shown
 
 FilterResult = bool | tuple[bool, str]
 GroupFilter = Callable[[SampleGroup], FilterResult]
@@ -37,7 +37,7 @@ def load_filter(path: str) -> GroupFilter:
         ValueError: it cannot be imported, or is an async function.
     """
     function = load_function(_FLAG, path)
-    if inspect.iscoroutinefunction(function):
+    if is_async(function):
         raise ValueError(f"{_FLAG} {path!r} is an async function; a filter is a plain one: def keep(group) -> bool")
     return function
 
@@ -53,16 +53,17 @@ def judge(group: SampleGroup, group_filter: GroupFilter | None) -> tuple[bool, s
     name = getattr(group_filter, "__qualname__", repr(group_filter))
     try:
         result: Any = group_filter(group)
-    except Exception as e:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # a filter may call sys.exit(), too
         raise ValueError(
-            f"{group.prompt.source}: the filter {name} ({_FLAG}) raised {type(e).__name__}: {e}\n"
-            f"{traceback.format_exc()}"
+            f"{group.prompt.source}: the filter {name} ({_FLAG}) raised {describe(e)}\n{traceback.format_exc()}"
         ) from e
     keep, reason = result if isinstance(result, tuple) and len(result) == 2 else (result, "filter")
     # numpy booleans are no bool.
     if type(keep).__name__ not in ("bool", "bool_"):
         raise ValueError(
-            f"{group.prompt.source}: the filter {name} ({_FLAG}) returned {result!r}; "
+            f"{group.prompt.source}: the filter {name} ({_FLAG}) returned {shown(result)}; "
             "it must return a bool, or a tuple of a bool and a reason"
         )
-    return bool(keep), str(reason) or "filter"
+    return bool(keep), (reason if isinstance(reason, str) else shown(reason)) or "filter"

@@ -7,10 +7,12 @@ from typing import Any, Literal
 
 from relax_data.types import Prompt, Sample, SampleStatus, WeightVersion
 
+from relax_rollout.concurrency import guarded
 from relax_rollout.engine import EngineDied, GenerateRequest, SamplingParams
 from relax_rollout.hooks import load_function
 from relax_rollout.pool import EnginePool
 from relax_rollout.settings import EvalSettings, RolloutSettings
+from relax_rollout.values import describe
 
 FinishReason = Literal["stop", "length", "abort"]
 _CUSTOM_FLAG = "--custom-generate-function-path"
@@ -152,12 +154,12 @@ async def run_generate_function(function: GenerateFunction, sample: Sample, cont
     """
     name = getattr(function, "__qualname__", repr(function))
     try:
-        await function(sample, context)
+        await guarded(function, sample, context)
     except EngineDied:
         raise
     except Exception as e:
         text = "".join(traceback.format_exception(e)).rstrip()
-        raise GenerationError(f"{sample.name}: generation with {name} raised {type(e).__name__}: {e}\n{text}") from e
+        raise GenerationError(f"{sample.name}: generation with {name} raised {describe(e)}\n{text}") from e
     if sample.status is SampleStatus.ABORTED:
         return
     if not sample.status.finished:

@@ -3,10 +3,13 @@
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from relax_rollout.values import describe
 
 
 def hook_problem(flag: str, path: str) -> str | None:
@@ -45,8 +48,10 @@ def load_function(flag: str, path: str) -> Callable[..., Any]:
     module_name, _, name = path.rpartition(":")
     try:
         module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
-    except Exception as e:
-        raise ValueError(f"{flag} {path!r}: importing {module_name} failed: {type(e).__name__}: {e}") from e
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # a module may call sys.exit(), too
+        raise ValueError(f"{flag} {path!r}: importing {module_name} failed: {describe(e)}") from e
     if not hasattr(module, name):
         known = [n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n))]
         near = difflib.get_close_matches(name, known, n=1)
@@ -56,6 +61,12 @@ def load_function(flag: str, path: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{flag} {path!r} is a {type(function).__name__}, not a function")
     return function  # type: ignore[no-any-return]
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine; also of an object with an async ``__call__``."""
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def _import_module(name: str) -> Any:

@@ -9,6 +9,7 @@ from relax_data.types import SampleGroup, WeightVersion
 
 from relax_rollout.buffer import PromptBuffer
 from relax_rollout.clock import PhaseClock
+from relax_rollout.concurrency import UserFunctionError, guarded
 from relax_rollout.engine import Engine
 from relax_rollout.filters import GroupFilter, load_filter
 from relax_rollout.generation import GenerationContext, load_generate_function, sampling_params
@@ -144,7 +145,7 @@ class RolloutLoop:
         rollout = self._start(rollout_id, version, pool, clock)
         try:
             self._restart_stale(rollout)
-            groups = self._checked(await self._collect(rollout))
+            groups = self._checked(await self._collected(rollout))
             for group in groups:
                 self._buffer.release(group)
         finally:
@@ -243,6 +244,13 @@ class RolloutLoop:
                 rollout.runner.restart(sample)
             if stale:
                 self._buffer.wait(group)
+
+    async def _collected(self, rollout: Rollout) -> Any:
+        try:
+            return await guarded(self._collect, rollout)
+        except UserFunctionError as e:
+            path = self.settings.rollout_function_path
+            raise ValueError(f"rollout {rollout.rollout_id}: --rollout-function-path {path} raised {e}") from e
 
     def _checked(self, groups: Any) -> list[SampleGroup]:
         """The groups in the order of the prompts; what a function of the user returned is not trusted."""

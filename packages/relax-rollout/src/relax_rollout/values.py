@@ -1,53 +1,25 @@
-"""Values of users and readers as plain JSON values, so that they fit into checkpoints and metrics."""
+"""What functions of the user return and raise, as text for messages that never fails; and as plain values."""
 
-import base64
-import pickle
 from typing import Any
 
-_BYTES = "__bytes__"
-_OBJECT = "__object__"
+from relax_data.plain import from_plain, to_plain
+
+__all__ = ["describe", "from_plain", "shown", "to_plain"]
 
 
-def to_plain(value: Any, where: str, *, objects: bool = False) -> Any:
-    """``value`` as what JSON holds; numpy scalars and arrays become numbers and lists, bytes base64 text.
-
-    Args:
-        where: what holds the value, for the message.
-        objects: pickle what has no such form (dates, images) instead of raising.
-
-    Raises:
-        ValueError: the value has no such form.
-    """
-    if value is None:
-        return None
-    # Subclasses such as numpy.float64 or enums print differently: reduce them to the base type.
-    for base in (bool, int, float, str):
-        if isinstance(value, base):
-            return base(value)
-    if isinstance(value, dict):
-        return {str(k): to_plain(v, where, objects=objects) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_plain(v, where, objects=objects) for v in value]
-    if isinstance(value, bytes | bytearray):
-        return {_BYTES: base64.b64encode(bytes(value)).decode("ascii")}
-    if hasattr(value, "tolist"):
-        return to_plain(value.tolist(), where, objects=objects)
-    if objects:
-        return {_OBJECT: base64.b64encode(pickle.dumps(value)).decode("ascii")}
-    raise ValueError(
-        f"{where} holds a value of type {type(value).__name__}, which cannot be stored in a checkpoint; "
-        "use numbers, text, lists, dicts or bytes"
-    )
+def describe(error: BaseException) -> str:
+    """``Type: message``, also of an error that cannot tell its message."""
+    try:
+        text = str(error)
+    except Exception as e:
+        text = f"(its message cannot be shown: {type(e).__name__})"
+    return f"{type(error).__name__}: {text}"
 
 
-def from_plain(value: Any) -> Any:
-    """The inverse of :func:`to_plain`, as far as JSON keeps types. Reads only what we wrote: it may unpickle."""
-    if isinstance(value, dict):
-        if set(value) == {_BYTES}:
-            return base64.b64decode(value[_BYTES])
-        if set(value) == {_OBJECT}:
-            return pickle.loads(base64.b64decode(value[_OBJECT]))
-        return {k: from_plain(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [from_plain(v) for v in value]
-    return value
+def shown(value: Any, limit: int = 200) -> str:
+    """``repr`` of a value, cut to ``limit`` characters, also of one that has none."""
+    try:
+        text = repr(value)
+    except Exception as e:
+        text = f"a {type(value).__name__} that cannot be shown ({type(e).__name__})"
+    return text if len(text) <= limit else text[:limit] + "..."

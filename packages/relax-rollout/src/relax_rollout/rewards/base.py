@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 from relax_data.types import Sample, SampleGroup
 
 from relax_rollout.concurrency import LoopLocal, gather_or_cancel, guarded
-from relax_rollout.values import to_plain
+from relax_rollout.values import describe, shown, to_plain
 
 CALL_TIMEOUT_S = 600.0
 """Seconds that one reward call may take before the run stops with an error that names it."""
@@ -85,7 +85,7 @@ class Reward(abc.ABC):
                 )
         async with self._slots.get():
             with self._errors_of(samples):
-                raw = await asyncio.wait_for(guarded(self.score(samples)), self._timeout_s)
+                raw = await asyncio.wait_for(guarded(self.score, samples), self._timeout_s)
         if not isinstance(raw, list | tuple) or len(raw) != len(samples):
             what = f"{len(raw)} rewards" if isinstance(raw, list | tuple) else f"a {type(raw).__name__}"
             raise RewardError(
@@ -101,23 +101,18 @@ class Reward(abc.ABC):
             yield
         except RewardError:
             raise
-        except TimeoutError as e:
-            raise RewardError(
-                f"{self._names(samples)}: {self.name} did not answer within {self._timeout_s:.0f} s"
-                + (f": {e}" if str(e) else "")
-            ) from e
         except Exception as e:
-            text = "".join(traceback.format_exception(e)).rstrip()
-            raise RewardError(f"{self._names(samples)}: {self.name} raised {type(e).__name__}: {e}\n{text}") from e
+            if type(e) is TimeoutError and not e.args:  # of wait_for; the function's own say more
+                what = f"did not answer within {self._timeout_s:.0f} s"
+            else:
+                what = f"raised {describe(e)}\n" + "".join(traceback.format_exception(e)).rstrip()
+            raise RewardError(f"{self._names(samples)}: {self.name} {what}") from e
 
     def _split(self, sample: Sample, value: Any) -> tuple[float, dict[str, Any]]:
         """The reward and the further values of what the function returned for ``sample``."""
         info: dict[str, Any] = {}
         if isinstance(value, dict):
-            try:
-                info = {str(k): to_plain(v, f"entry {k!r}") for k, v in value.items()}
-            except ValueError as e:
-                raise RewardError(f"{sample.name}: {self.name} returned a dict of which {e}") from None
+            info = {str(k): v for k, v in value.items()}
             if self._reward_key is None:
                 raise RewardError(
                     f"{sample.name}: {self.name} returned a dict with {', '.join(info) or 'nothing'}; "
@@ -129,18 +124,30 @@ class Reward(abc.ABC):
                     f"it has {', '.join(info) or 'nothing'}"
                 )
             value = info.pop(self._reward_key)
+            try:
+                info = {k: to_plain(v, f"entry {k!r}") for k, v in info.items()}
+            except (ValueError, RecursionError) as e:
+                raise RewardError(f"{sample.name}: {self.name} returned a dict of which {e}") from None
         elif self._reward_key is not None:
             raise RewardError(
-                f"{sample.name}: {self.name} returned {value!r}, but --reward-key {self._reward_key!r} needs a dict; "
-                "remove the flag or return a dict"
+                f"{sample.name}: {self.name} returned {shown(value)}, but --reward-key {self._reward_key!r} needs a "
+                "dict; remove the flag or return a dict"
             )
+        return self._number(sample, value), info
+
+    def _number(self, sample: Sample, value: Any) -> float:
+        """``value`` as a float: a Python, numpy or torch number, or a bool; a text that holds one is none."""
         try:
-            reward = float(value)
-        except (TypeError, ValueError):
-            raise RewardError(f"{sample.name}: {self.name} returned {value!r}, which is no number") from None
+            reward = None if isinstance(value, str | bytes | bytearray) else float(value)
+        except OverflowError:
+            reward = math.inf
+        except Exception:  # __float__ of the user's object
+            reward = None
+        if reward is None:
+            raise RewardError(f"{sample.name}: {self.name} returned {shown(value)}, which is no number; return a float")
         if not math.isfinite(reward):
-            raise RewardError(f"{sample.name}: {self.name} returned {reward}; a reward must be finite")
-        return reward, info
+            raise RewardError(f"{sample.name}: {self.name} returned {shown(value)}; a reward must be finite")
+        return reward
 
     @staticmethod
     def _names(samples: list[Sample]) -> str:

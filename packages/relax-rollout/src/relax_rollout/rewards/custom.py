@@ -1,14 +1,13 @@
 """``--custom-rm-path module:function``."""
 
 import asyncio
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from relax_data.types import Sample
 
 from relax_rollout.concurrency import in_thread
-from relax_rollout.hooks import load_function
+from relax_rollout.hooks import is_async, load_function
 from relax_rollout.rewards.base import Reward
 
 
@@ -24,9 +23,7 @@ class CustomReward(Reward):
             f"--custom-rm-path {path}", max_concurrency=max_concurrency, reward_key=reward_key, per_group=per_group
         )
         self._function = load_function("--custom-rm-path", path)
-        self._async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
-            getattr(self._function, "__call__", None)  # noqa: B004 - an object with an async __call__
-        )
+        self._async = is_async(self._function)
 
     async def score(self, samples: list[Sample]) -> Sequence[Any]:
         argument = samples if self.per_group else samples[0]

@@ -1,14 +1,21 @@
 """``--rm-type exact-match``."""
 
+import math
+from decimal import Decimal
 from typing import ClassVar
 
 from relax_data.types import Sample
 
-from relax_rollout.rewards.base import Reward
+from relax_rollout.rewards.base import Reward, RewardError
+from relax_rollout.values import shown
 
 
 class ExactMatch(Reward):
-    """1.0 when the response is the label, blanks at both ends aside, else 0.0."""
+    """1.0 when the response is the label, blanks at both ends aside, else 0.0.
+
+    A label that is a number is met by each usual way to write it: 2.0 by ``2`` and ``2.0`` (a column of parquet with
+    missing values has whole numbers as 2.0), true by ``true`` and ``True``.
+    """
 
     NEEDS_LABEL: ClassVar[bool] = True
 
@@ -16,4 +23,18 @@ class ExactMatch(Reward):
         super().__init__("--rm-type exact-match", max_concurrency=1)
 
     async def score(self, samples: list[Sample]) -> list[float]:
-        return [float(s.response.strip() == str(s.prompt.label).strip()) for s in samples]
+        return [float(s.response.strip() in self._answers(s)) for s in samples]
+
+    def _answers(self, sample: Sample) -> set[str]:
+        label = sample.prompt.label
+        if isinstance(label, str):
+            return {label.strip()}
+        if isinstance(label, bool):
+            return {str(label), str(label).lower()}
+        if isinstance(label, int | float | Decimal) and math.isfinite(label):
+            whole = {str(int(label))} if label == int(label) else set()
+            return {str(label), *whole}
+        raise RewardError(
+            f"{sample.name}: {self.name} compares text, but the label is {shown(label)}; give a label that is text "
+            "or a number with --label-key, or compare with a function of your own (--custom-rm-path)"
+        )

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from relax_cli.local_ray import START_DEADLINE_S, start_local
+
 log = logging.getLogger(__name__)
 
 PLACEMENT_DEADLINE_S = 300.0
@@ -33,15 +35,17 @@ class Slot:
 
 
 @contextlib.contextmanager
-def connected(address: str | None, *, min_cpus: int) -> Iterator[None]:
+def connected(address: str | None, *, min_cpus: int, note: Callable[[str], None] = log.warning) -> Iterator[None]:
     """Surrounds the run with a Ray connection; a local Ray ends with it, a joined cluster goes on.
 
     Args:
         address: ``--ray-address``; None starts Ray here.
         min_cpus: logical CPUs a local Ray must offer. They only steer placement: the processes of a colocate run take
             turns, so more of them than cores is fine.
+        note: takes lines for the user while Ray starts.
 
     Raises:
+        RayStartError: Ray did not start on this machine.
         ValueError: no cluster answers at ``address``.
         SystemExit: SIGINT or SIGTERM came while it connected; the code is its number.
     """
@@ -58,14 +62,14 @@ def connected(address: str | None, *, min_cpus: int) -> Iterator[None]:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray gives its own processes 60 s to start, which a busy laptop with a cold disk needs for their imports alone.
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", f"{START_DEADLINE_S:.0f}")
     # A local Ray authenticates with a token of its own accord; it need not say so at every start.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     with _ending_at_once():
         import ray
 
         try:
-            _connect(ray, address, min_cpus)
+            _connect(ray, address, min_cpus, note)
         except BaseException:
             ray.shutdown()
             raise
@@ -99,12 +103,12 @@ def _ending_at_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _connect(ray: Any, address: str | None, min_cpus: int) -> None:
+def _connect(ray: Any, address: str | None, min_cpus: int, note: Callable[[str], None]) -> None:
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if address is None:
-        ray.init(
-            # Without it Ray would join any cluster that runs, or once ran, on this machine.
-            address="local",
+        start_local(
+            ray,
+            note,
             include_dashboard=False,
             num_cpus=max(min_cpus, os.cpu_count() or 1),
             object_store_memory=_object_store_bytes(),

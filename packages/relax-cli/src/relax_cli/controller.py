@@ -66,7 +66,7 @@ def run(config: RunConfig) -> int:
 
 
 def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag, outcome: Outcome) -> None:
-    with connected(config.cluster.ray_address, min_cpus=8):
+    with connected(config.cluster.ray_address, min_cpus=8, note=progress.note):
         config = fit(config, cluster_gpus())
         shape = config.layout
         assert shape is not None, "fit() knows the cluster"

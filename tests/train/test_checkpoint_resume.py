@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import os
+import re
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -241,26 +243,70 @@ def test_keeps_the_newest(run_ranks: Any, harness: Any, reference: Any, tmp_path
     assert json.loads((tmp_path / "rollout_11" / "relax.json").read_text())["layout"]["data_parallel_size"] == 1
 
 
-def _broken(harness: Any, reference: Any, folder: Path) -> Any:
+def _edit_manifest(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    # What is damaged, how, and what the message says of it.
+    "shard cut off": ("rollout_1/__1_0.distcp", lambda f: os.truncate(f, 100), "was cut off: it has 100 of "),
+    "shard missing": ("rollout_1/__0_0.distcp", Path.unlink, "is missing"),
+    "shard of rubbish": (
+        "rollout_1/__0_0.distcp",
+        lambda f: f.write_bytes(b"x" * f.stat().st_size),
+        "rollout_1: rank 0: ",
+    ),
+    "index": ("rollout_1/.metadata", lambda f: f.write_bytes(b"x"), "cannot be read: UnpicklingError"),
+    "common part": ("rollout_1/common.pt", lambda f: os.truncate(f, 9), "cannot be read: "),
+    "kind": ("rollout_1/metadata.json", lambda f: f.write_text("{"), "cannot be read: JSONDecodeError"),
+    "random numbers of one rank": ("rollout_1/rng_1.pt", lambda f: os.truncate(f, 9), "cannot be read: "),
+    "random numbers missing": ("rollout_1/rng_1.pt", Path.unlink, "cannot be read: FileNotFoundError"),
+    "manifest": ("rollout_1/relax.json", lambda f: f.write_bytes(b"\xff"), "cannot be read: 'utf-8'"),
+    "manifest missing": ("rollout_1/relax.json", Path.unlink, "cannot be read: .*No such file"),
+    "manifest no object": ("rollout_1/relax.json", lambda f: f.write_text("[]"), "has format None, .* reads format 1"),
+    "manifest in parts": ("rollout_1/relax.json", lambda f: f.write_text('{"format": 1}'), "lacks dtype, extra"),
+    "other rollout": ("rollout_1/relax.json", lambda f: _edit_manifest(f, rollout_id=7), "is of rollout 7"),
+    "marker": ("latest", lambda f: f.write_bytes(b"\xff"), "cannot be read: .*write the name of a checkpoint"),
+    "marker a folder": ("latest", lambda f: (f.unlink(), f.mkdir()), "cannot be read: .*write the name"),
+    "marker of nothing": (
+        "latest",
+        lambda f: f.write_text("rollout_9"),
+        "'rollout_9', not .*rollout_0, rollout_1",
+    ),
+    "marker missing": ("latest", Path.unlink, "no file 'latest': write one of rollout_0, rollout_1 into it"),
+}
+
+
+def _damaged(harness: Any, reference: Any, folder: Path, damages: dict[str, Any]) -> dict[str, str]:
+    import torch.distributed as dist
     from relax_train.checkpoint import load_checkpoint, save_checkpoint
     from relax_train.sharded_io import CheckpointError
 
     run = harness(reference.folder, {})
-    path = save_checkpoint(folder, 0, run.model, run.optimizer)
-    shard = next(path.glob("*.distcp"))
-    os.truncate(shard, 100)
-    messages = []
-    for action in (
-        lambda: load_checkpoint(folder, run.model, run.optimizer),
-        lambda: load_checkpoint(folder, run.model, run.optimizer, rollout_id=5),
-    ):
-        with pytest.raises(CheckpointError) as caught:
-            action()
-        messages.append(str(caught.value))
+    for rollout_id in (0, 1):
+        save_checkpoint(folder / "whole", rollout_id, run.model, run.optimizer)
+    messages = {}
+    for name, (file, damage, _) in damages.items():
+        if run.layout.rank == 0:
+            shutil.copytree(folder / "whole", folder / name)
+            damage(folder / name / file)
+        dist.barrier()
+        try:
+            load_checkpoint(folder / name, run.model, run.optimizer)
+        except CheckpointError as error:
+            messages[name] = str(error)
     return messages
 
 
-def test_broken_checkpoint_says_which(run_ranks: Any, harness: Any, reference: Any, tmp_path: Path) -> None:
-    truncated, missing = run_ranks(_broken, 1, harness, reference("qwen3"), tmp_path)[0]
-    assert "rollout_0" in truncated
-    assert "rollout_5" in missing
+def test_a_damaged_checkpoint_is_named_on_every_rank_with_the_way_out(
+    run_ranks: Any, harness: Any, reference: Any, tmp_path: Path
+) -> None:
+    first, second = run_ranks(_damaged, 2, harness, reference("qwen3"), tmp_path, DAMAGES)
+    assert first == second
+    for name, (file, _, expected) in DAMAGES.items():
+        assert re.match(rf"--load: .*{re.escape(name)}", first[name])
+        assert re.search(expected, first[name]), first[name]
+        if "rubbish" not in name and "missing" not in name:
+            assert str(tmp_path / name / file) in first[name]
+        if file.startswith("rollout_1/"):
+            assert f"or resume from rollout_0: write its name into {tmp_path / name / 'latest'}" in first[name]

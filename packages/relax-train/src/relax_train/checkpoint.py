@@ -21,20 +21,30 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
 
 from relax_train.device import DeviceContext, has_cuda
 from relax_train.export import weight_buckets
-from relax_train.folders import latest_rollout, prune, publish, rollout_folder, set_latest
+from relax_train.folders import checkpoints, latest_rollout, prune, publish, rollout_folder, set_latest
 from relax_train.layout import Layout
 from relax_train.mcore import VERSION, tensor_parallel
 from relax_train.model import Model
 from relax_train.optimizer import Optimizer
+from relax_train.settings.checkpoint import LATEST
 from relax_train.settings.model import read_hf_config
-from relax_train.sharded_io import CheckpointError, agree, local_bytes, read_state, sharded_state, write_state
+from relax_train.sharded_io import (
+    CheckpointError,
+    agree,
+    check_files,
+    local_bytes,
+    on_every_rank,
+    read_state,
+    sharded_state,
+    write_state,
+)
 
 FORMAT = 1
 MANIFEST = "relax.json"
+_MANIFEST_KEYS = {"rollout_id", "world_size", "layout", "dtype", "scheduler", "extra"}
 T = TypeVar("T")
 
 
@@ -59,17 +69,13 @@ def _on_first_rank(layout: Layout, action: Callable[[], T]) -> T:
     Raises:
         CheckpointError: on every rank, when it raised.
     """
-    result: T | None = None
-    error: Exception | None = None
-    if layout.rank == 0:
-        try:
-            result = action()
-        except Exception as caught:
-            error = caught
-    problem = agree(layout, error)
-    if problem is not None:
-        raise CheckpointError(problem)
-    box = [result]
+    box: list[T | None] = [None]
+
+    def act() -> None:
+        if layout.rank == 0:
+            box[0] = action()
+
+    on_every_rank(layout, act)
     dist.broadcast_object_list(box, src=0, group=layout.gloo_group)
     return box[0]  # type: ignore[return-value]
 
@@ -109,7 +115,7 @@ def save_checkpoint(
     manifest = _manifest(rollout_id, model, optimizer, extra or {})
     try:
         _on_first_rank(layout, lambda: _prepare(unfinished, manifest))
-        _write_rng(unfinished, layout)
+        on_every_rank(layout, lambda: _write_rng(unfinished, layout))
         write_state(state, unfinished, layout)
         _on_first_rank(layout, lambda: _finish(unfinished, target))
     except CheckpointError as error:
@@ -162,23 +168,16 @@ def _manifest(rollout_id: int, model: Model, optimizer: Optimizer, extra: dict[s
 
 
 def _write_rng(folder: Path, layout: Layout) -> None:
-    error: Exception | None = None
-    try:
-        with DeviceContext():
-            tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
-        state = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state(layout.device) if has_cuda() else None,
-            "megatron": tracker,
-        }
-        torch.save(state, folder / f"rng_{layout.rank}.pt")
-    except Exception as caught:
-        error = caught
-    problem = agree(layout, error)
-    if problem is not None:
-        raise CheckpointError(problem)
+    with DeviceContext():
+        tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(layout.device) if has_cuda() else None,
+        "megatron": tracker,
+    }
+    torch.save(state, folder / f"rng_{layout.rank}.pt")
 
 
 # ---------------------------------------------------------------------- load
@@ -210,26 +209,26 @@ def load_checkpoint(
             flag.
     """
     directory, layout = Path(directory).absolute(), model.layout
-    found: tuple[str, dict[str, Any]] | None = _on_first_rank(layout, lambda: _find(directory, rollout_id))
+    try:
+        found: tuple[str, dict[str, Any]] | None = _on_first_rank(layout, lambda: _find(directory, rollout_id))
+    except CheckpointError as error:
+        raise CheckpointError(f"--load: {error}") from error
     if found is None:
         return None
     folder, manifest = Path(found[0]), found[1]
     if optimizer is not None:
         _check_layout(manifest, layout, folder)
         _check_precision(manifest, model, folder)
-    error: BaseException | None = None
     try:
-        read_state(model, optimizer, folder)
-    except (Exception, CheckpointException) as caught:  # torch's derives from BaseException
-        error = caught
-    problem = agree(layout, error)
-    if problem is not None:
-        raise CheckpointError(f"cannot load {folder}: {problem}") from error
-    if optimizer is not None:
-        with DeviceContext():
-            optimizer.scheduler.num_steps = 0  # megatron adds what it loads
-            optimizer.scheduler.load_state_dict(_schedule(manifest["scheduler"], optimizer))
-        _read_rng(folder, manifest, layout)
+        on_every_rank(layout, lambda: check_files(folder))
+        on_every_rank(layout, lambda: read_state(model, optimizer, folder))
+        if optimizer is not None:
+            with DeviceContext():
+                optimizer.scheduler.num_steps = 0  # megatron adds what it loads
+                optimizer.scheduler.load_state_dict(_schedule(manifest["scheduler"], optimizer))
+            on_every_rank(layout, lambda: _read_rng(folder, manifest, layout))
+    except CheckpointError as error:
+        raise CheckpointError(f"--load: cannot read {folder}: {error}. {_way_out(folder)}") from error
     return Loaded(manifest["rollout_id"], manifest["extra"], optimizer is not None)
 
 
@@ -237,18 +236,36 @@ def _find(directory: Path, rollout_id: int | None) -> tuple[str, dict[str, Any]]
     if rollout_id is None:
         rollout_id = latest_rollout(directory)
         if rollout_id is None:
+            if there := checkpoints(directory):
+                raise CheckpointError(f"{directory} has no file {LATEST!r}: write one of {', '.join(there)} into it")
             return None
     folder = rollout_folder(directory, rollout_id)
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"{folder} has format {manifest['format']}, this version reads format {FORMAT}")
+    file = folder / MANIFEST
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. {_way_out(folder)}") from error
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMAT:
+        raise CheckpointError(f"{file} has format {found}, this version reads format {FORMAT}. {_way_out(folder)}")
+    missing = sorted(_MANIFEST_KEYS - manifest.keys())
+    if missing or manifest["rollout_id"] != rollout_id:
+        what = f"lacks {', '.join(missing)}" if missing else f"is of rollout {manifest['rollout_id']}"
+        raise CheckpointError(f"{file} {what}. {_way_out(folder)}")
     return str(folder), manifest
+
+
+def _way_out(folder: Path) -> str:
+    """What to do about a checkpoint that cannot be loaded."""
+    others = [name for name in checkpoints(folder.parent) if name != folder.name]
+    earlier = f", or resume from {' or '.join(others[-3:])}: write its name into {folder.parent / LATEST}"
+    return "Copy the checkpoint again from where it is whole" + (earlier if others else "")
 
 
 def _check_layout(manifest: dict[str, Any], layout: Layout, folder: Path) -> None:
     saved, now = manifest["layout"], layout.signature
     fixed = [name for name in now if name not in ("data_parallel_size", "context_parallel_size")]
-    differing = [f"--{name.replace('_', '-')} {saved[name]}" for name in fixed if saved[name] != now[name]]
+    differing = [f"--{name.replace('_', '-')} {saved.get(name)}" for name in fixed if saved.get(name) != now[name]]
     if differing:
         raise ValueError(
             f"{folder} was saved with {', '.join(differing)}; its optimizer state loads only like that. Resume with "
@@ -279,7 +296,11 @@ def _schedule(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
 def _read_rng(folder: Path, manifest: dict[str, Any], layout: Layout) -> None:
     if manifest["world_size"] != layout.world_size or manifest["layout"] != layout.signature:
         return  # other ranks, other streams: the seeds of the start stand
-    state = torch.load(folder / f"rng_{layout.rank}.pt", weights_only=False)
+    file = folder / f"rng_{layout.rank}.pt"
+    try:
+        state = torch.load(file, weights_only=False)
+    except Exception as error:  # unpickling raises what it likes
+        raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

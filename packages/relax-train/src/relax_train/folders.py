@@ -15,6 +15,14 @@ def rollout_folder(directory: Path, rollout_id: int) -> Path:
     return directory / f"rollout_{rollout_id}"
 
 
+def checkpoints(directory: Path) -> list[str]:
+    """Names of the checkpoints in a folder, oldest first."""
+    if not directory.is_dir():
+        return []
+    ids = sorted(int(m[1]) for p in directory.iterdir() if (m := _NAME.fullmatch(p.name)))
+    return [rollout_folder(directory, i).name for i in ids]
+
+
 def latest_rollout(directory: Path) -> int | None:
     """The rollout that ``latest`` names; None when there is no such file.
 
@@ -26,10 +34,14 @@ def latest_rollout(directory: Path) -> int | None:
         name = pointer.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{pointer} cannot be read: {error}; write the name of a checkpoint there into it") from error
     match = _NAME.fullmatch(name)
     if match is None or not (directory / name).is_dir():
+        there = ", ".join(checkpoints(directory)) or "none"
         raise ValueError(
-            f"{pointer} names {name!r}, not a checkpoint in {directory}; write the name of one there into it"
+            f"{pointer} names {name[:100]!r}, not a checkpoint in {directory}; write the name of one into it (there: "
+            f"{there})"
         )
     return int(match[1])
 
@@ -73,8 +85,7 @@ def set_latest(directory: Path, name: str) -> None:
 
 def prune(directory: Path, keep: int) -> None:
     """Removes all checkpoints but the ``keep`` with the highest rollout ids and the one that ``latest`` names."""
-    ids = sorted(int(m[1]) for p in directory.iterdir() if (m := _NAME.fullmatch(p.name)))
     latest = latest_rollout(directory)
-    for rollout_id in ids[:-keep]:
-        if rollout_id != latest:
-            shutil.rmtree(rollout_folder(directory, rollout_id), ignore_errors=True)
+    for name in checkpoints(directory)[:-keep]:
+        if name != f"rollout_{latest}":
+            shutil.rmtree(directory / name, ignore_errors=True)

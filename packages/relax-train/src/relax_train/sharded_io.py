@@ -5,13 +5,16 @@ Its own ``save`` starts a manager process that outlives a killed trainer, forks 
 threads, and leaves the other ranks waiting when the first one cannot write its small files.
 """
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint import CheckpointException
 
 from relax_train.device import DeviceContext
 from relax_train.layout import Layout
@@ -28,18 +31,44 @@ from relax_train.model import Model
 from relax_train.optimizer import Optimizer
 
 ShardedState = dict[str, Any]
+_COMMON = "common.pt"
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read. Raised on every rank, with the same message."""
 
 
+def _reason(error: BaseException) -> str:
+    """An error as text; torch's own says only that there were some, and holds those of the ranks."""
+    if isinstance(error, CheckpointException):
+        # Their first lines: torch writes whole guides into these messages.
+        reasons = {r: (_reason(e[0]).splitlines() or [""])[0] for r, e in sorted(error.failures.items())}
+        return "; ".join(f"rank {r}: {text[:300]}" for r, text in reasons.items())
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
 def agree(layout: Layout, error: BaseException | None) -> str | None:
     """Collective: the first error of any rank as text, or None when there was none."""
-    mine = None if error is None else f"{type(error).__name__}: {error}"
+    mine = None if error is None else _reason(error)
     every: list[str | None] = [None] * layout.world_size
     dist.all_gather_object(every, mine, group=layout.gloo_group)
     return next((text for text in every if text is not None), None)
+
+
+def on_every_rank(layout: Layout, action: Callable[[], object]) -> None:
+    """Runs ``action``; collective.
+
+    Raises:
+        CheckpointError: on every rank, when it raised on any: no rank goes on to wait for one that failed.
+    """
+    error: BaseException | None = None
+    try:
+        action()
+    except (Exception, CheckpointException) as caught:  # torch's derives from BaseException
+        error = caught
+    problem = agree(layout, error)
+    if problem is not None:
+        raise CheckpointError(problem) from error
 
 
 def _metadata(layout: Layout) -> dict[str, Any]:
@@ -84,16 +113,13 @@ def write_state(state: ShardedState, folder: Path, layout: Layout) -> None:
     """
     with DeviceContext():
         sharded, common = save_preprocess(state, True)
-    error: BaseException | None = None
-    if layout.rank == 0:
-        try:
-            torch.save(common, folder / "common.pt")
+
+    def write_small_files() -> None:
+        if layout.rank == 0:
+            torch.save(common, folder / _COMMON)
             save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-        except Exception as caught:
-            error = caught
-    problem = agree(layout, error)
-    if problem is not None:
-        raise CheckpointError(problem)
+
+    on_every_rank(layout, write_small_files)
     try:
         with DeviceContext():
             torch_checkpoint.save(
@@ -103,8 +129,34 @@ def write_state(state: ShardedState, folder: Path, layout: Layout) -> None:
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
                 process_group=layout.gloo_group,
             )
-    except torch_checkpoint.CheckpointException as caught:
-        raise CheckpointError("; ".join(f"rank {r}: {e[0]}" for r, e in sorted(caught.failures.items()))) from caught
+    except CheckpointException as caught:
+        raise CheckpointError(_reason(caught)) from caught
+
+
+def check_files(folder: Path) -> None:
+    """Looks whether this rank sees all files of the sharded state, in their length; reads the small ones only.
+
+    Raises:
+        CheckpointError: one is missing, cut off or unreadable; the message names it.
+    """
+    for name, read in (
+        ("metadata.json", lambda file: json.loads(file.read_bytes())),
+        (_COMMON, lambda file: torch.load(file, weights_only=False)),
+        (".metadata", lambda file: torch_checkpoint.FileSystemReader(folder).read_metadata()),
+    ):
+        try:
+            content = read(folder / name)
+        except Exception as error:  # unpickling raises what it likes
+            raise CheckpointError(f"{folder / name} cannot be read: {_reason(error)}") from error
+    sizes: dict[str, int] = {}
+    for part in content.storage_data.values():
+        sizes[part.relative_path] = max(sizes.get(part.relative_path, 0), part.offset + part.length)
+    for name, size in sorted(sizes.items()):
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        if file.stat().st_size < size:
+            raise CheckpointError(f"{file} was cut off: it has {file.stat().st_size} of {size} bytes")
 
 
 def read_state(model: Model, optimizer: Optimizer | None, folder: Path) -> None:

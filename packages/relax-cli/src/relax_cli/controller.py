@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from relax_cli import run_folder
 from relax_cli.cluster import StopFlag, StopRequested, cluster_gpus, connected
 from relax_cli.colocate import ColocateRun, Outcome
 from relax_cli.config import RunConfig, fit, to_toml
@@ -34,7 +35,7 @@ def run(config: RunConfig) -> int:
     """
     progress = Progress()
     try:
-        _prepare_run_dir(config)
+        run_folder.prepare(config.run_dir, to_toml(config))
         _log_to_file(config)
     except OSError as error:
         progress.note(f"FAILED cannot write the run directory {config.run_dir}: {error}", style="bold red")
@@ -82,11 +83,6 @@ def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag, outcome: 
                 fleet.close()
 
 
-def _prepare_run_dir(config: RunConfig) -> None:
-    (config.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    (config.run_dir / "config.toml").write_text(to_toml(config), encoding="utf-8")
-
-
 def _log_to_file(config: RunConfig) -> None:
     handler = logging.FileHandler(config.run_dir / "logs" / "driver.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -101,7 +97,7 @@ def _log_to_file(config: RunConfig) -> None:
 
 
 def _trackers(config: RunConfig) -> list[Tracker]:
-    trackers: list[Tracker] = [JsonLinesTracker(config.run_dir / "metrics.jsonl")]
+    trackers: list[Tracker] = [JsonLinesTracker(config.run_dir / run_folder.METRICS)]
     if config.logging.use_tensorboard:
         trackers.append(TensorBoardTracker(config.run_dir / "tensorboard"))
     if config.logging.use_wandb:
@@ -176,7 +172,7 @@ def _finish(config: RunConfig, outcome: Outcome, started: float, seconds: float,
     Args:
         started: when this launch began, seconds since the epoch: the run directory may hold earlier ones too.
     """
-    path = config.run_dir / "metrics.jsonl"
+    path = config.run_dir / run_folder.METRICS
     metrics = read_metrics(path) if path.exists() else []
     steps = [m for m in metrics if "time/step" in m and m["time"] >= started]
     rows = [

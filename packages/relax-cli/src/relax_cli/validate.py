@@ -11,6 +11,7 @@ from relax_data.options import flag, given_flags
 from relax_train.batching import Split
 from relax_train.settings.model import read_hf_config
 
+from relax_cli import run_folder
 from relax_cli.config import RunConfig
 from relax_cli.layout import local_gpus
 from relax_cli.model_facts import ModelFacts
@@ -297,6 +298,11 @@ def _start_needs(config: RunConfig) -> Problems:
         found.append(
             "--partial-rollout is planned and checked by this version, but not carried out yet: remove it; interrupted "
             "samples then start again from their prompts"
+        )
+    if config.train.checkpoint.load is None and run_folder.holds_a_run(config.run_dir):
+        found.append(
+            f"another --tb-experiment-name, for example {config.name}-2: {config.run_dir} holds the metrics of an "
+            "earlier run; or, to go on with that run, --load and the folder that it had as --save"
         )
     folder = Path(config.train.model.hf_checkpoint)
     if os.path.isfile(folder / "config.json"):

@@ -1,0 +1,39 @@
+"""The folder of a run: one run, one folder, however often it is started; no start loses what an earlier one wrote.
+
+Logs, ``metrics.jsonl`` and TensorBoard's files are appended to. ``config.toml`` and ``summary.json`` belong to one start:
+those of earlier starts are kept as ``config.1.toml``, ``summary.1.json``, ``config.2.toml``, ...
+"""
+
+from pathlib import Path
+
+METRICS = "metrics.jsonl"
+_OF_ONE_START = ("config.toml", "summary.json")
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Whether some start has got as far as to measure something there."""
+    try:
+        return (folder / METRICS).stat().st_size > 0
+    except OSError:
+        return False
+
+
+def prepare(folder: Path, config_text: str) -> None:
+    """Makes the folder, sets aside what an earlier start wrote, and writes ``config.toml``.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    earlier = [folder / name for name in _OF_ONE_START if (folder / name).exists()]
+    if earlier:
+        number = 1
+        while any(_numbered(folder / name, number).exists() for name in _OF_ONE_START):
+            number += 1
+        for path in earlier:
+            path.rename(_numbered(path, number))
+    (folder / "config.toml").write_text(config_text, encoding="utf-8")
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")

@@ -24,12 +24,14 @@ def read_hf_config(folder: str) -> dict[str, Any]:
             f"{folder!r} is not a folder; download the model first, for example: "
             f"hf download Qwen/Qwen3-0.6B --local-dir {folder}"
         )
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe or a device might never end
+        raise ValueError(f"{path} is not a regular file; it must be the config.json of a Hugging Face model folder")
     try:
         with open(path, encoding="utf-8") as file:
             config = json.load(file)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; it must be a Hugging Face model folder") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object")

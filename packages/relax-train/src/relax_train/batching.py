@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from relax_data.packing import balance, pack, pack_static
+from relax_data.packing import CostModel, balance, pack, pack_static
 from relax_data.types import TrainBatch
 
 from relax_train.settings.batch import BatchSettings
@@ -31,12 +31,16 @@ class Split:
         cp_rank: which of them this rank is.
         sequence_size: ranks that each context-parallel part is divided over again: the tensor-parallel size with
             ``--sequence-parallel``, else 1.
+        lock_step: whether data-parallel ranks meet in every micro-batch, not once a step.
+        cost: of a sample by its padded length, what dynamic micro-batches even out over ranks; None is the tokens.
     """
 
     dp_size: int = 1
     cp_size: int = 1
     cp_rank: int = 0
     sequence_size: int = 1
+    lock_step: bool = False
+    cost: CostModel | None = None
 
     @property
     def document_multiple(self) -> int:
@@ -171,8 +175,8 @@ def plan_micro_batches(
 
     Args:
         batch: the samples of one optimizer step, or of a rollout for a forward-only pass.
-        settings: static or dynamic batches. Dynamic ones are always balanced over ranks, static ones with
-            ``--balance-data``.
+        settings: static or dynamic batches. Dynamic ones always cost all ranks about as much (``split.cost``), static
+            ones have about as many tokens with ``--balance-data``.
         split: parallel sizes.
         forward_only: whether this is for a log-prob pass, which has its own cap.
 
@@ -187,7 +191,7 @@ def plan_micro_batches(
     lengths = split.padded(batch.total_lengths)
     cap = micro_batch_cap(settings, split, forward_only=forward_only)
     if cap is not None:
-        return pack(lengths, cap, dp_size=split.dp_size)
+        return pack(lengths, cap, dp_size=split.dp_size, cost=split.cost, lock_step=split.lock_step)
     size = settings.micro_batch_size
     if not settings.balance_data:
         return pack_static(len(batch), size, dp_size=split.dp_size)

@@ -58,6 +58,14 @@ class Layout:
         return self.pp_rank == self.pp_size - 1
 
     @property
+    def experts_span_data_parallel(self) -> bool:
+        """True when ranks with other samples hold experts for each other, and so meet in every micro-batch.
+
+        Ranks are numbered so that those that share experts follow each other, as do those that share a sample.
+        """
+        return self.ep_size * self.etp_size > self.tp_size * self.cp_size
+
+    @property
     def signature(self) -> dict[str, int]:
         """The sizes that decide how optimizer state is cut; JSON-able."""
         return {

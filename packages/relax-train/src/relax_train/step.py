@@ -22,6 +22,7 @@ from relax_train.batching import (
     response_offsets,
     split_responses,
 )
+from relax_train.costs import cost_model
 from relax_train.device import DeviceContext
 from relax_train.logprobs import effective_temperature, token_log_probs
 from relax_train.losses import MAXIMA, MEANS, metric_names, policy_loss
@@ -56,6 +57,8 @@ class Passes:
             cp_size=layout.cp_size,
             cp_rank=layout.cp_rank,
             sequence_size=layout.tp_size if settings.parallel.sequence_parallel else 1,
+            lock_step=layout.experts_span_data_parallel,
+            cost=cost_model(model.hf_config),
         )
 
     def log_probs(self, batch: TrainBatch) -> list[np.ndarray]:

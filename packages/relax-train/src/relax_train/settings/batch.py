@@ -31,8 +31,8 @@ class BatchSettings:
     balance_data: bool = option(
         False,
         "Deal samples so that optimizer steps and data-parallel ranks get about as many tokens each; responses of one "
-        "prompt may then fall into different optimizer steps. Micro-batches of --use-dynamic-batch-size are always "
-        "even over ranks.",
+        "prompt may then fall into different optimizer steps. Micro-batches of --use-dynamic-batch-size always take "
+        "all ranks about as many FLOPs.",
     )
 
     @property

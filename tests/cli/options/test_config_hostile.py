@@ -1,18 +1,21 @@
 """Whatever words a user writes, the answer is a configuration or a list of problems, never a traceback."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from relax_cli.config import ConfigError, resolve, to_toml
+from relax_cli.files import to_toml as value_to_toml
 from relax_cli.plan import plan_text
 from relax_cli.registry import namespace
 from relax_cli.schema import Option
 
 ODD: dict[type, list[str]] = {
-    int: ["0", "1", "2", "3", "-1", "-7", "1000000000000000000000", "x", ""],
+    int: ["0", "1", "2", "3", "-1", "-7", "1000000000000", "1000000000000000000000", "9" * 5000, "x", ""],
     float: ["0", "1", "-1", "0.5", "inf", "-inf", "1e-320", "nan", "x"],
     str: [
         "",
@@ -26,10 +29,12 @@ ODD: dict[type, list[str]] = {
         "{rollout_id!z}",
         "hf://a/b",
         "small",
+        "~nouser/x",
+        "\udcff",
         "\n",
         "é" * 300,
     ],
-    dict: ["{}", '{"a": null}', "[", '{"image": 1}'],
+    dict: ["{}", '{"a": null}', "[", '{"image": 1}', '{"a": NaN}', '{"a":' * 100_000, '{"a": "\\ud800"}'],
 }
 
 
@@ -64,9 +69,129 @@ def test_odd_values_are_problems_or_make_a_plan(
     except ConfigError as error:
         problems = error.problems
     assert all("--" in problem for problem in problems), problems
+    assert all(len(problem) < 2000 for problem in problems)
     if config is None:
         assert problems
         return
     assert plan_text(config)
     assert to_toml(config)
     assert dataclasses.is_dataclass(config)
+
+
+HUGE = "9" * 400
+BOMB = "a: &a [x]\n" + "".join(f"{c}: &{c} [*{p}, *{p}]\n" for p, c in zip("abcdefgh", "bcdefghi", strict=True))
+FILES: list[tuple[str, bytes, str]] = [
+    ("c.toml", f"lr = {HUGE}".encode(), "c.toml:1: lr: "),
+    ("c.toml", f"lr = {'9' * 5000}".encode(), "digits"),
+    ("c.toml", f"num_rollout = 0x{'f' * 5000}".encode(), "num_rollout: a int too large to be shown is out of range"),
+    ("c.toml", b"num_rollout = 10000000000000", "num_rollout: 10000000000000 is out of range"),
+    ("c.toml", f"apply_chat_template_kwargs = {{a = {HUGE}}}".encode(), "out of range"),
+    ("c.toml", b"apply_chat_template_kwargs = {a = nan}", "holds nan"),
+    ("c.toml", b"apply_chat_template_kwargs = {a = 2020-01-01}", "holds a date"),
+    ("c.toml", b"prompt_data = " + b"[" * 50_000, "nested too deeply"),
+    ("c.toml", b"apply_chat_template_kwargs = {a = " + b"[" * 50 + b"]" * 50 + b"}", "more than 32 levels"),
+    ("c.toml", b'save = "a\\u0000b"', "NUL"),
+    ("c.toml", b'label_key = ""', "empty string"),
+    ("c.toml", b'rollout_stop = ["a", ""]', "empty string"),
+    ("c.toml", b"lr = 1 # \xff", "utf-8"),
+    ("c.toml", b"#" * 2_000_000, "2,000,000 bytes"),
+    ("c.yaml", f"num_rollout: 0x{'f' * 5000}".encode(), "out of range"),
+    ("c.yaml", f"lr: {'9' * 5000}".encode(), "digits"),
+    ("c.yaml", BOMB.encode(), "line 2: aliases (*name) are not read"),
+    ("c.yaml", b"a: &a [*a]", "aliases"),
+    ("c.yaml", b"save: " + b"[" * 5_000, "cannot be read (RecursionError)"),
+    ("c.yaml", b"save: !!timestamp x", "cannot be read"),
+    ("c.yaml", b"save: !!python/object/apply:os.system [true]", "could not determine a constructor"),
+    ("c.yaml", b"apply_chat_template_kwargs: {1: 2}", "keys are strings"),
+    ("c.yaml", b'save: "a\\0b"', "NUL"),
+    ("c.yaml", b"save: \xff\xfe", "utf-8"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "part"), FILES, ids=[f"{n}-{p}" for n, _, p in FILES])
+def test_a_hostile_file_is_a_problem_that_names_it(
+    workspace: Path, start: list[str], name: str, content: bytes, part: str
+) -> None:
+    (workspace / name).write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        resolve([*start, "--config", name], {})
+    told = "\n".join(refused.value.problems)
+    assert name in told
+    assert part in told
+    assert len(told) < 2000
+
+
+@pytest.fixture
+def odd(workspace: Path) -> Path:
+    """A folder whose ``config.json`` and ``c.toml`` are made by :func:`make_odd`."""
+    (workspace / "odd").mkdir()
+    return workspace / "odd"
+
+
+def make_odd(path: Path, kind: str) -> None:
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "deep":
+        path.write_text('{"a":' * 100_000)
+    elif kind == "bytes":
+        path.write_bytes(b"\xff\xfe")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "deep", "bytes"])
+@pytest.mark.parametrize("where", ["--config", "--hf-checkpoint", "--ref-load"])
+def test_what_is_no_readable_file_is_a_problem_and_no_hang(
+    workspace: Path, odd: Path, start: list[str], kind: str, where: str
+) -> None:
+    path = odd / ("c.toml" if where == "--config" else "config.json")
+    make_odd(path, kind)
+    with pytest.raises(ConfigError) as refused:
+        resolve([*start, where, str(path if where == "--config" else odd)], {})
+    assert any(where in problem and str(path) in problem for problem in refused.value.problems), refused.value.problems
+
+
+@pytest.mark.parametrize(
+    "words", [["--save", "~nouser/x"], ["--save-hf", "~nouser/{rollout_id}"], ["--load", "~nouser"]]
+)
+def test_a_home_of_nobody_is_no_folder_named_like_it(workspace: Path, start: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve([*start, *words], {})
+    assert any(f"{words[0]} ~nouser" in p and "no user" in p for p in refused.value.problems)
+
+
+EMPTY_MEANS_NOTHING = [
+    o for o in namespace().options.values() if o.kind.base is str and not o.kind.choices and o.name != "config"
+]
+
+
+@pytest.mark.parametrize("option", EMPTY_MEANS_NOTHING, ids=lambda option: option.name)
+def test_an_empty_string_is_an_error_wherever_it_stands(workspace: Path, start: list[str], option: Option) -> None:
+    (workspace / "c.toml").write_text(f'{option.name} = ""\n')
+    variable = f"RELAX_{option.name.upper()}"
+    for words, environ in (
+        ([option.flag, ""], {}),
+        (["--config", "c.toml"], {}),
+        ([], {variable: "''" if option.kind.many else ""}),
+    ):
+        with pytest.raises(ConfigError, match="an empty string means nothing"):
+            resolve([*start, *words], environ)
+
+
+# A run cannot do without prompts.
+UNSETTABLE = [
+    o for o in namespace().options.values() if o.kind.may_be_unset and o.name not in ("config", "prompt_data")
+]
+
+
+@pytest.mark.parametrize("option", UNSETTABLE, ids=lambda option: option.name)
+def test_none_takes_back_what_a_file_sets(workspace: Path, option: Option) -> None:
+    one: Any = {bool: True, int: 1, float: 0.5, dict: {"image": "image"}}.get(option.kind.base, "x")
+    one = option.kind.choices[0] if option.kind.choices else one
+    (workspace / "c.toml").write_text(f"{option.name} = {value_to_toml([one] if option.kind.many else one)}\n")
+    base = ["--hf-checkpoint", "small", "--prompt-data", "prompts.jsonl", "--dry-run", "--config", "c.toml"]
+    for words, environ in (([option.flag, "none"], {}), ([], {f"RELAX_{option.name.upper()}": "none"})):
+        assert option.name not in resolve([*base, *words], environ).given

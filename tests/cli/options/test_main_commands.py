@@ -108,16 +108,16 @@ def test_a_start_hands_the_resolved_configuration_to_the_controller(
 
 
 def test_report_and_profile_are_the_profiling_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
+    seen: list[tuple[str, list[str]]] = []
 
-    def profiling(argv: list[str]) -> int:
-        seen.append(argv)
+    def profiling(argv: list[str], program: str) -> int:
+        seen.append((program, argv))
         return 3
 
     monkeypatch.setattr("relax_profiling.cli.main", profiling)
     assert main(["report", "traces/a", "--json"]) == 3
     assert main(["profile", "merge", "traces/a"]) == 3
-    assert seen == [["report", "traces/a", "--json"], ["merge", "traces/a"]]
+    assert seen == [("relax", ["report", "traces/a", "--json"]), ("relax profile", ["merge", "traces/a"])]
 
 
 def test_doctor_lists_every_check(capsys: pytest.CaptureFixture[str], gpus: Callable[[int], None]) -> None:

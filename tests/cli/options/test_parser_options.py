@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 from relax_cli.parser import Namespace, read_command_line, read_environment
 from relax_cli.registry import namespace, settings_classes
-from relax_cli.schema import Kind, from_object, from_text, kind_of, merge_options
+from relax_cli.schema import UNSET, Kind, from_object, from_text, kind_of, merge_options
 from relax_cli.suggest import nearest
 from relax_data.options import option
 
@@ -72,7 +72,7 @@ def test_command_line_reads_every_kind() -> None:
 def test_no_form_none_last_one_wins_and_values_with_dashes() -> None:
     assert read("--fast", "--no-fast", "--rate", "none", "--name=--x", "--steps", "1", "--steps", "2") == {
         "fast": False,
-        "rate": None,
+        "rate": UNSET,
         "name": "--x",
         "steps": (2,),
     }
@@ -121,7 +121,7 @@ def test_environment_reads_lists_switches_and_numbers() -> None:
     layer = read_environment(environ, EXAMPLE)
     assert not layer.errors
     values = {name: given.value for name, given in layer.values.items()}
-    assert values == {"steps": (2, 5, 10), "fast": True, "rate": None, "name": "a b"}
+    assert values == {"steps": (2, 5, 10), "fast": True, "rate": UNSET, "name": "a b"}
     assert layer.values["steps"].origin == "RELAX_STEPS"
 
 
@@ -168,8 +168,9 @@ def test_what_files_may_write_shorter() -> None:
     assert from_object(Kind(float), 1) == 1.0
     assert isinstance(from_object(Kind(float), 1), float)
     assert from_object(Kind(str, many=True), "one") == ("one",)
-    assert from_object(Kind(int, optional=True), None) is None
-    assert from_object(Kind(int, optional=True), "none") is None
+    assert from_object(Kind(int, optional=True), None) is UNSET
+    assert from_object(Kind(int, optional=True), "none") is UNSET
+    assert from_object(Kind(str, many=True), "none") is UNSET
     assert from_object(Kind(dict), '{"a": null}') == {"a": None}
 
 

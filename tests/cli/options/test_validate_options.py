@@ -59,7 +59,6 @@ def only(argv: list[str]) -> str:
         (["--debug-rollout-only", "--save", "x"], ["--save without effect", "--debug-rollout-only trains nothing"]),
         (["--wandb-project", "x"], ["--wandb-project without effect", "--use-wandb"]),
         (["--tb-experiment-name", "a/b"], ["--tb-experiment-name 'a/b'", "slashes"]),
-        (["--tb-experiment-name", ""], ["--tb-experiment-name ''"]),
         (["--ref-load", "small"], ["--ref-load has no effect", "--use-kl-loss"]),
         (["--rollout-max-context-len", "4096"], ["--rollout-max-context-len 4096", "max_position_embeddings 2048"]),
         (

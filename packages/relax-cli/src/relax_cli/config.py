@@ -21,6 +21,7 @@ from relax_cli import files, registry
 from relax_cli.derive import derive, run_name
 from relax_cli.layout import Layout, make_layout
 from relax_cli.parser import Given, Layer, Namespace, read_command_line, read_environment
+from relax_cli.schema import UNSET
 from relax_cli.settings import ClusterSettings, DebugSettings, LoggingSettings, RunSettings
 from relax_cli.suggest import nearest
 
@@ -115,6 +116,8 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Run
     values = {name: option.default for name, option in namespace.options.items()}
     values["sglang_extra"] = {}
     for name, item in given.items():
+        if item.value is UNSET:
+            continue
         if name in namespace.options:
             values[name] = item.value
         else:
@@ -149,7 +152,11 @@ def _merge(
     """(options given, errors, names that could not be read, whether the file could be read at all)."""
     command, environment = read_command_line(argv, namespace), read_environment(environ, namespace)
     path = command.values.get("config") or environment.values.get("config")
-    file = files.read_file(Path(path.value), namespace) if path and path.value is not None else Layer()
+    file = (
+        files.read_file(Path(os.path.expanduser(path.value)), namespace)
+        if path and path.value is not UNSET
+        else Layer()
+    )
     unreadable = bool(file.errors) and not file.failed and not file.values
     layers = (file, environment, command)
     merged: dict[str, Given] = {}
@@ -161,15 +168,9 @@ def _merge(
 
 
 def _names_given(given: Mapping[str, Given], namespace: Namespace) -> frozenset[str]:
-    """Names that count as set: an optional one that was set to its default None does not."""
-    names = set()
-    for name, item in given.items():
-        option = namespace.options.get(name)
-        if option is None:
-            names |= {name, "sglang_extra"}
-        elif item.value is not None or option.default is not None:
-            names.add(name)
-    return frozenset(names)
+    """Names that count as set: those that ``none`` takes back do not."""
+    names = {name for name, item in given.items() if item.value is not UNSET}
+    return frozenset(names | ({"sglang_extra"} if names - namespace.options.keys() else set()))
 
 
 def _build(values: dict[str, Any], given: frozenset[str]) -> RunConfig:

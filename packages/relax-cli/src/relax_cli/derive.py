@@ -11,7 +11,7 @@ from relax_train.settings.model import experts_key, read_hf_config
 from relax_cli.layout import local_gpus
 from relax_cli.model_facts import ModelFacts
 
-_PATHS = (
+PATHS = (
     "hf_checkpoint",
     "ref_load",
     "load",
@@ -38,9 +38,11 @@ def derive(
         given: names of the options that the user set; they are never changed, only made absolute.
         planning: nothing will be started: GPUs may be planned that this machine does not have.
     """
-    for name in _PATHS:
+    for name in PATHS:
         if values[name]:
-            values[name] = os.path.abspath(os.path.expanduser(values[name]))
+            path = os.path.expanduser(values[name])
+            # Still with its ~ it is the home of nobody, which the validation says.
+            values[name] = path if path.startswith("~") else os.path.abspath(path)
     if "colocate" not in given:
         values["colocate"] = not values["fully_async"]
     _derive_gpus(values, given, planning=planning, environ=environ)

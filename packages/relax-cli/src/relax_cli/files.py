@@ -13,6 +13,7 @@ from relax_cli.schema import from_object
 
 _PLACEHOLDER = re.compile(r"(\$+)\{config_dir\}")
 _NOT_IN_FILES = ("config",)
+_LARGEST_FILE = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +70,19 @@ def _reason(error: Exception) -> str:
 def _entries(path: Path) -> list[_Entry]:
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise ValueError("the name must end in .toml, .yaml or .yml")
+    if path.exists() and not path.is_file():  # reading a pipe or a device might never end
+        raise ValueError("is not a regular file; name a TOML or YAML file")
+    if path.stat().st_size > _LARGEST_FILE:
+        raise ValueError(f"has {path.stat().st_size:,} bytes; a file of options has at most {_LARGEST_FILE:,}")
     text = path.read_text(encoding="utf-8-sig")
     return _toml_entries(text) if path.suffix == ".toml" else _yaml_entries(text)
 
 
 def _toml_entries(text: str) -> list[_Entry]:
-    values = tomllib.loads(text)
+    try:
+        values = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
     lines = text.split("\n")
 
     def line_of(key: str) -> int | None:
@@ -107,16 +115,25 @@ def _yaml_entries(text: str) -> list[_Entry]:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark is not None else ""
         raise ValueError(f"{line}{getattr(error, 'problem', None) or error}") from None
+    except (AttributeError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        # What PyYAML raises for values that do not fit their tag, and for deep nesting.
+        raise ValueError(f"it holds a value that cannot be read ({type(error).__name__})") from None
     finally:
         loader.dispose()
 
 
 def _yaml_loader() -> type:
-    """A safe loader of YAML 1.2 scalars: ``1e-6`` is a number; ``yes``, ``12:30`` and dates are strings."""
+    """A safe loader of YAML 1.2 scalars: ``1e-6`` is a number; ``yes``, ``12:30`` and dates are strings. No aliases."""
     import yaml
 
     class Loader(yaml.SafeLoader):
         yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own name)
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):  # a few lines of them can stand for gigabytes
+                line = self.peek_event().start_mark.line + 1
+                raise ValueError(f"line {line}: aliases (*name) are not read; write the value itself")
+            return super().compose_node(parent, index)
 
     number = list("-+0123456789.")
     for tag, pattern, first in (

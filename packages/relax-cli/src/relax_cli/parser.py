@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from relax_data.options import flag
 
-from relax_cli.schema import Option, from_text
+from relax_cli.schema import UNSET, Option, from_text
 from relax_cli.suggest import did_you_mean
 
 ENVIRONMENT_PREFIX = "RELAX_"
@@ -101,6 +101,7 @@ def _split(words: Sequence[str]) -> list[tuple[str | None, list[str]]]:
 
 def _read_flag(written: str, words: list[str], namespace: Namespace, layer: Layer) -> None:
     name = written.replace("-", "_")
+    value: Any
     where = f"--{written}"
     try:
         if "_" in written or written != written.lower():
@@ -114,7 +115,8 @@ def _read_flag(written: str, words: list[str], namespace: Namespace, layer: Laye
             value = False
             name = name.removeprefix("no_")
         elif option is not None and option.kind.base is bool:
-            value = True
+            unset = option.kind.may_be_unset and words == ["none"]
+            value, words = (UNSET, []) if unset else (True, words)
         elif option is not None:
             value = from_text(option.kind, words)
             words = []

@@ -1,7 +1,7 @@
 """The folder of a run: one run, one folder, however often it is started; no start loses what an earlier one wrote.
 
-Logs, ``metrics.jsonl`` and TensorBoard's files are appended to. ``config.toml`` and ``summary.json`` belong to one start:
-those of earlier starts are kept as ``config.1.toml``, ``summary.1.json``, ``config.2.toml``, ...
+Logs, ``metrics.jsonl`` and TensorBoard's files are appended to. ``config.toml`` and ``summary.json`` belong to one
+start: those of earlier starts are kept as ``config.1.toml``, ``summary.1.json``, ``config.2.toml``, ...
 """
 
 from pathlib import Path

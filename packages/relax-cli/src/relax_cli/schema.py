@@ -10,6 +10,13 @@ from typing import Any, Literal
 
 ValueType = type[bool] | type[int] | type[float] | type[str] | type[dict]
 
+LARGEST_INTEGER = 10**12
+"""No count, size or seed of a run is larger; what is would overflow somewhere in the middle of it."""
+DEEPEST = 32
+"""Levels of nesting in a JSON value."""
+UNSET = object()
+"""What ``none`` is read as: the option gets its default, as if nobody had set it."""
+
 _NOUNS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string", dict: "a table"}
 
 
@@ -20,7 +27,7 @@ class Kind:
     Attributes:
         base: type of the value, or of one element when ``many``.
         many: a tuple of values; space separated on the command line, a list in a file.
-        optional: ``None`` is a value too; users write ``none``.
+        optional: the default is ``None``; users write ``none``.
         choices: the allowed values, empty for all.
     """
 
@@ -28,6 +35,11 @@ class Kind:
     many: bool = False
     optional: bool = False
     choices: tuple[Any, ...] = ()
+
+    @property
+    def may_be_unset(self) -> bool:
+        """Whether ``none`` stands for "not set"."""
+        return self.optional or self.many
 
     @property
     def noun(self) -> str:
@@ -134,17 +146,20 @@ def merge_options(classes: Iterable[type]) -> dict[str, Option]:
 def from_text(kind: Kind, words: list[str]) -> Any:
     """Converts the words after a flag, or of an environment variable.
 
+    Returns:
+        the value; :data:`UNSET` for ``none``, where the option may be left unset.
+
     Raises:
         ValueError: wrong number of words or a wrong value; the message says what was expected and what was found.
     """
     if not words:
         raise ValueError(f"expected {kind.noun}, found nothing")
-    if kind.optional and words == ["none"]:
-        return None
+    if kind.may_be_unset and words == ["none"]:
+        return UNSET
     if kind.many:
         return tuple(_scalar_from_text(kind, w) for w in words)
     if len(words) > 1:
-        raise ValueError(f"expected {kind.noun}, found {len(words)} values: {' '.join(words)}")
+        raise ValueError(f"expected {kind.noun}, found {len(words)} values: {' '.join(words)[:80]}")
     return _scalar_from_text(kind, words[0])
 
 
@@ -157,20 +172,23 @@ def _scalar_from_text(kind: Kind, word: str) -> Any:
             value = kind.base(word)
         elif kind.base is dict:
             value = json.loads(word)
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         expected = "a JSON object such as '{\"key\": 1}'" if kind.base is dict else kind.noun_of_one
-        raise ValueError(f"expected {expected}, found {word!r}") from None
+        raise ValueError(f"expected {expected}, found {_shown(word)}") from None
     return _checked(kind, value, word)
 
 
 def from_object(kind: Kind, value: Any) -> Any:
     """Checks a value of a configuration file; a string is never taken for a number or a boolean.
 
+    Returns:
+        the value; :data:`UNSET` for ``none``, where the option may be left unset.
+
     Raises:
         ValueError: the type is wrong; the message says what was expected and what was found.
     """
-    if kind.optional and (value is None or value == "none"):
-        return None
+    if kind.may_be_unset and value in (None, "none", ["none"]):
+        return UNSET
     if kind.many:
         return tuple(_scalar_from_object(kind, v) for v in (value if isinstance(value, list) else [value]))
     return _scalar_from_object(kind, value)
@@ -180,6 +198,7 @@ def _scalar_from_object(kind: Kind, value: Any) -> Any:
     if kind.base is dict and isinstance(value, str):
         return _scalar_from_text(kind, value)
     if kind.base is float and isinstance(value, int) and not isinstance(value, bool):
+        _check_integer(value)
         value = float(value)
     return _checked(kind, value, value)
 
@@ -191,5 +210,55 @@ def _checked(kind: Kind, value: Any, shown: Any) -> Any:
     if right and kind.choices and value not in kind.choices:
         right = False
     if not right:
-        raise ValueError(f"expected {kind.noun_of_one}, found {shown!r}")
+        raise ValueError(f"expected {kind.noun_of_one}, found {_shown(shown)}")
+    if value == "":
+        raise ValueError("an empty string means nothing here; leave the option out, or is a shell variable not set?")
+    _check_plain(value)
     return value
+
+
+def _check_plain(value: Any, depth: int = 0) -> None:
+    """Holds that a value can be printed, written as TOML and sent to other processes, nested ones in all their parts.
+
+    Raises:
+        ValueError: it cannot; the message says what is wrong.
+    """
+    if depth > DEEPEST:
+        raise ValueError(f"nested more than {DEEPEST} levels deep")
+    if isinstance(value, str):
+        if "\0" in value:
+            raise ValueError("holds a NUL character")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{_shown(value)} is not valid UTF-8") from None
+    elif isinstance(value, int):
+        _check_integer(value)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"holds {value}, which is no number of JSON")
+    elif isinstance(value, list):
+        for item in value:
+            _check_plain(item, depth + 1)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"has the key {_shown(key)}; keys are strings")
+            _check_plain(key)
+            _check_plain(item, depth + 1)
+    elif value is not None:
+        raise ValueError(f"holds a {type(value).__name__}; it may hold what JSON can hold")
+
+
+def _check_integer(value: int) -> None:
+    if abs(value) > LARGEST_INTEGER:
+        raise ValueError(f"{_shown(value)} is out of range; integers lie between -10^12 and 10^12")
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: short, and for integers that Python does not print, their size."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # thousands of digits, or of levels
+        return f"a {type(value).__name__} too large to be shown"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

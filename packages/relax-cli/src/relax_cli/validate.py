@@ -13,6 +13,7 @@ from relax_train.settings.model import read_hf_config
 
 from relax_cli import run_folder
 from relax_cli.config import RunConfig
+from relax_cli.derive import PATHS
 from relax_cli.layout import local_gpus
 from relax_cli.model_facts import ModelFacts
 
@@ -44,6 +45,7 @@ def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problem
         except OSError as error:
             wrong.append(_unreadable(error, config, part))
     checks: list[Callable[[RunConfig], Problems]] = [
+        _home_problems,
         _mode_problems,
         _batch_problems,
         _gpu_problems,
@@ -78,6 +80,16 @@ def layout_problems(config: RunConfig, available_gpus: int) -> Problems:
             "--actor-num-nodes or --actor-num-gpus-per-node, or join a larger cluster with --ray-address"
         ]
     return [*_gpu_problems(config), *_model_problems(config)]
+
+
+def _home_problems(config: RunConfig) -> Problems:
+    values = {f.name: getattr(part, f.name) for part in config.parts() for f in dataclasses.fields(part)}
+    return [
+        f"{flag(name)} {values[name]}: there is no user of that name whose home it could be; write the path itself, or "
+        f"./{values[name]} for a folder of that name"
+        for name in PATHS
+        if str(values[name]).startswith("~")
+    ]
 
 
 def _mode_problems(config: RunConfig) -> Problems:

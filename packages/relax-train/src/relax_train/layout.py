@@ -1,7 +1,9 @@
 """Who does what: the ranks of the trainer, their parallel groups and their device."""
 
 import dataclasses
+import ipaddress
 import os
+import socket
 from datetime import timedelta
 
 import torch
@@ -81,7 +83,9 @@ class Layout:
 def setup_layout(parallel: ParallelSettings, *, seed: int = 1234, timeout: timedelta = timedelta(minutes=30)) -> Layout:
     """Joins the process group, makes the parallel groups and seeds the random numbers of this rank.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set; missing ones mean a single process.
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set; missing ones mean a single process. A
+    MASTER_ADDR on the loopback (127.0.0.1) says that all ranks are on this node: then nothing listens on another
+    interface.
 
     Args:
         seed: the same on every rank; megatron derives what must differ.
@@ -99,12 +103,13 @@ def setup_layout(parallel: ParallelSettings, *, seed: int = 1234, timeout: timed
         )
     device = local_device(local_rank)
     if not dist.is_initialized():
-        if world == 1 and "MASTER_ADDR" not in os.environ:
-            dist.init_process_group(
-                "nccl" if has_cuda() else "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-            )
-        else:
-            dist.init_process_group("nccl" if has_cuda() else "gloo", rank=rank, world_size=world, timeout=timeout)
+        dist.init_process_group(
+            "nccl" if has_cuda() else "gloo",
+            store=_store(rank, world, timeout),
+            rank=rank,
+            world_size=world,
+            timeout=timeout,
+        )
     with DeviceContext():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -143,6 +148,34 @@ def setup_layout(parallel: ParallelSettings, *, seed: int = 1234, timeout: timed
         etp_group=ps.get_expert_tensor_parallel_group(),
         gloo_group=dist.new_group(backend="gloo", timeout=timeout) if has_cuda() else dist.group.WORLD,
     )
+
+
+def _store(rank: int, world: int, timeout: timedelta) -> dist.Store | None:
+    """Where the ranks find each other; None lets torch do as the environment says."""
+    master, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if master is None and world == 1:
+        return dist.HashStore()
+    if master is None or port is None:
+        return None
+    # With torchrun's own store somebody else listens.
+    if not _is_loopback(master) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if names:
+        # gloo takes the interface of the host's name otherwise, which others may reach.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+    listener = None
+    if rank == 0:
+        # torch's own listens on every interface.
+        listener = socket.create_server(("127.0.0.1", int(port)), backlog=max(128, world)).detach()
+    return dist.TCPStore("127.0.0.1", int(port), world, is_master=rank == 0, timeout=timeout, master_listen_fd=listener)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.IPv4Address(socket.gethostbyname(host)).is_loopback
+    except (OSError, ValueError):
+        return False
 
 
 def teardown_layout() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +15,8 @@ from relax_train.layout import Layout
 from relax_train.model import Model
 
 Bucket = list[tuple[str, torch.Tensor]]
+_KNOWN: "weakref.WeakKeyDictionary[Model, list[_Item]]" = weakref.WeakKeyDictionary()
+"""Tensors of each model: names and shapes stay as they are, so the ranks tell each other once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,8 @@ def _own_entries(model: Model) -> list[Entry]:
 
 def _items(model: Model, own: list[Entry]) -> list[_Item]:
     """All tensors of the model in one order that every rank agrees on: stages, then layers, then experts."""
+    if model in _KNOWN:
+        return _KNOWN[model]
     layout = model.layout
     mine = [(e.names, [tuple(s) for s in e.full_shapes()], e.expert is not None) for e in own]
     every: list[tuple[int, int, list[tuple[tuple[str, ...], list[tuple[int, ...]], bool]]]]
@@ -57,6 +62,7 @@ def _items(model: Model, own: list[Entry]) -> list[_Item]:
                     names, shapes, _ = held[stage, ep_rank or 0][index]
                     for part, (name, shape) in enumerate(zip(names, shapes, strict=True)):
                         items.append(_Item(name, shape, stage, ep_rank, index, part))
+    _KNOWN[model] = items
     return items
 
 

@@ -42,7 +42,7 @@ PADDING_LOGIT = -1e30
 """Logit of vocabulary entries that exist only to make the vocabulary divisible; its softmax is exactly 0."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Model:
     """One model on this rank.
 

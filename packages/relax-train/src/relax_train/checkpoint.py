@@ -1,8 +1,9 @@
 """Checkpoints of a run, and exports to Hugging Face folders. Both appear whole or not at all.
 
 A folder of checkpoints holds one folder ``rollout_<id>`` for each and a file ``latest`` with the name of the newest. A
-checkpoint has megatron-core's sharded files (weights, optimizer), ``rng_<rank>.pt``, and ``relax.json`` with everything
-else: the parallel layout, the learning-rate schedule, and ``extra``, what the driver wants back. It is written as
+checkpoint has megatron-core's sharded files (weights, optimizer), ``rng_<rank>.pt``, ``relax.json`` with everything
+else (the parallel layout, the learning-rate schedule, and ``extra``, what the driver wants back), and ``files.json``
+with the sizes of all these (:mod:`relax_train.manifest`). It is written as
 ``rollout_<id>.tmp`` and renamed when every rank is done; only then ``latest`` names it.
 
 Rollout ids are absolute: the checkpoint of rollout ``k`` is the state after training on rollout ``k``.
@@ -24,15 +25,24 @@ import torch.distributed as dist
 
 from relax_train.device import DeviceContext, has_cuda
 from relax_train.export import weight_buckets
-from relax_train.folders import checkpoints, latest_rollout, prune, publish, rollout_folder, set_latest
+from relax_train.folders import CheckpointError, latest_rollout, prune, publish, rollout_folder, set_latest
 from relax_train.layout import Layout
+from relax_train.manifest import (
+    FORMAT,
+    MANIFEST,
+    architecture,
+    architecture_problem,
+    find,
+    layout_problem,
+    precision_problem,
+    record_files,
+    way_out,
+)
 from relax_train.mcore import VERSION, tensor_parallel
 from relax_train.model import Model
 from relax_train.optimizer import Optimizer
-from relax_train.settings.checkpoint import LATEST
 from relax_train.settings.model import read_hf_config
 from relax_train.sharded_io import (
-    CheckpointError,
     agree,
     check_files,
     local_bytes,
@@ -42,9 +52,6 @@ from relax_train.sharded_io import (
     write_state,
 )
 
-FORMAT = 1
-MANIFEST = "relax.json"
-_MANIFEST_KEYS = {"rollout_id", "world_size", "layout", "dtype", "scheduler", "extra"}
 T = TypeVar("T")
 
 
@@ -135,6 +142,7 @@ def _prepare(unfinished: Path, manifest: dict[str, Any]) -> None:
 
 
 def _finish(unfinished: Path, target: Path) -> None:
+    record_files(unfinished)
     publish(unfinished, target)
     set_latest(target.parent, target.name)
 
@@ -161,6 +169,7 @@ def _manifest(rollout_id: int, model: Model, optimizer: Optimizer, extra: dict[s
         "world_size": model.layout.world_size,
         "layout": model.layout.signature,
         "dtype": _dtype_name(model),
+        "model": architecture(read_hf_config(model.hf_folder)),
         "megatron_core": VERSION,
         "scheduler": optimizer.state_dict(),
         "extra": extra,
@@ -210,15 +219,17 @@ def load_checkpoint(
     """
     directory, layout = Path(directory).absolute(), model.layout
     try:
-        found: tuple[str, dict[str, Any]] | None = _on_first_rank(layout, lambda: _find(directory, rollout_id))
+        found = _on_first_rank(layout, lambda: find(directory, rollout_id))
     except CheckpointError as error:
         raise CheckpointError(f"--load: {error}") from error
     if found is None:
         return None
-    folder, manifest = Path(found[0]), found[1]
+    folder, manifest = found
+    other_model = architecture_problem(manifest, read_hf_config(model.hf_folder), folder)
+    if other_model is not None:
+        raise ValueError(f"--load: {other_model}")
     if optimizer is not None:
-        _check_layout(manifest, layout, folder)
-        _check_precision(manifest, model, folder)
+        _check_fit(manifest, model, folder)
     try:
         on_every_rank(layout, lambda: check_files(folder))
         on_every_rank(layout, lambda: read_state(model, optimizer, folder))
@@ -228,60 +239,22 @@ def load_checkpoint(
                 optimizer.scheduler.load_state_dict(_schedule(manifest["scheduler"], optimizer))
             on_every_rank(layout, lambda: _read_rng(folder, manifest, layout))
     except CheckpointError as error:
-        raise CheckpointError(f"--load: cannot read {folder}: {error}. {_way_out(folder)}") from error
+        raise CheckpointError(f"--load: cannot read {folder}: {error}. {way_out(folder)}") from error
     return Loaded(manifest["rollout_id"], manifest["extra"], optimizer is not None)
 
 
-def _find(directory: Path, rollout_id: int | None) -> tuple[str, dict[str, Any]] | None:
-    if rollout_id is None:
-        rollout_id = latest_rollout(directory)
-        if rollout_id is None:
-            if there := checkpoints(directory):
-                raise CheckpointError(f"{directory} has no file {LATEST!r}: write one of {', '.join(there)} into it")
-            return None
-    folder = rollout_folder(directory, rollout_id)
-    file = folder / MANIFEST
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. {_way_out(folder)}") from error
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise CheckpointError(f"{file} has format {found}, this version reads format {FORMAT}. {_way_out(folder)}")
-    missing = sorted(_MANIFEST_KEYS - manifest.keys())
-    if missing or manifest["rollout_id"] != rollout_id:
-        what = f"lacks {', '.join(missing)}" if missing else f"is of rollout {manifest['rollout_id']}"
-        raise CheckpointError(f"{file} {what}. {_way_out(folder)}")
-    return str(folder), manifest
+def _check_fit(manifest: dict[str, Any], model: Model, folder: Path) -> None:
+    """Refuses a checkpoint whose optimizer state this run cannot take.
 
-
-def _way_out(folder: Path) -> str:
-    """What to do about a checkpoint that cannot be loaded."""
-    others = [name for name in checkpoints(folder.parent) if name != folder.name]
-    earlier = f", or resume from {' or '.join(others[-3:])}: write its name into {folder.parent / LATEST}"
-    return "Copy the checkpoint again from where it is whole" + (earlier if others else "")
-
-
-def _check_layout(manifest: dict[str, Any], layout: Layout, folder: Path) -> None:
-    saved, now = manifest["layout"], layout.signature
-    fixed = [name for name in now if name not in ("data_parallel_size", "context_parallel_size")]
-    differing = [f"--{name.replace('_', '-')} {saved.get(name)}" for name in fixed if saved.get(name) != now[name]]
-    if differing:
-        raise ValueError(
-            f"{folder} was saved with {', '.join(differing)}; its optimizer state loads only like that. Resume with "
-            "these sizes, or start anew from its weights: export them with --save-hf and give that folder as "
-            "--hf-checkpoint"
-        )
-
-
-def _check_precision(manifest: dict[str, Any], model: Model, folder: Path) -> None:
-    saved, now = manifest["dtype"], _dtype_name(model)
-    if saved != now:
-        flag = "--bf16" if saved == "bfloat16" else "--no-bf16"
-        raise ValueError(
-            f"{folder} was saved by a run in {saved}, this one is in {now}; its optimizer state loads only in its own "
-            f"precision: resume with {flag}"
-        )
+    Raises:
+        ValueError: the message names the flag.
+    """
+    for problem in (
+        layout_problem(manifest, model.layout.signature, folder),
+        precision_problem(manifest, _dtype_name(model), folder),
+    ):
+        if problem is not None:
+            raise ValueError(problem)
 
 
 def _dtype_name(model: Model) -> str:

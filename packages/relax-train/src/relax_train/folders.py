@@ -1,5 +1,6 @@
 """Folders of checkpoints on disk: names, the ``latest`` pointer, publishing by rename, pruning. Needs no torch."""
 
+import json
 import os
 import re
 import shutil
@@ -7,20 +8,38 @@ from pathlib import Path
 
 from relax_train.settings.checkpoint import LATEST
 
+FILES = "files.json"
+"""File of a checkpoint with the time and the size of every other one, written last."""
 _NAME = re.compile(r"rollout_(\d+)")
+_OLD = ".old"
+"""Ending of a folder that another one of its name is about to replace; a crash just then leaves it alone there."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read. Raised on every rank, with the same message."""
 
 
 def rollout_folder(directory: Path, rollout_id: int) -> Path:
-    """Where the checkpoint of a rollout is."""
+    """Where the checkpoint of a rollout is written to."""
     return directory / f"rollout_{rollout_id}"
 
 
-def checkpoints(directory: Path) -> list[str]:
-    """Names of the checkpoints in a folder, oldest first."""
+def place(directory: Path, rollout_id: int) -> Path:
+    """Where the checkpoint of a rollout is: usually :func:`rollout_folder`."""
+    folder = rollout_folder(directory, rollout_id)
+    old = folder.with_name(folder.name + _OLD)
+    return old if old.is_dir() and not folder.exists() else folder
+
+
+def _ids(directory: Path) -> list[int]:
     if not directory.is_dir():
         return []
-    ids = sorted(int(m[1]) for p in directory.iterdir() if (m := _NAME.fullmatch(p.name)))
-    return [rollout_folder(directory, i).name for i in ids]
+    return sorted({int(m[1]) for p in directory.iterdir() if (m := _NAME.fullmatch(p.name.removesuffix(_OLD)))})
+
+
+def checkpoints(directory: Path) -> list[str]:
+    """Names of the checkpoints in a folder, lowest rollout first."""
+    return [rollout_folder(directory, i).name for i in _ids(directory)]
 
 
 def latest_rollout(directory: Path) -> int | None:
@@ -37,7 +56,7 @@ def latest_rollout(directory: Path) -> int | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{pointer} cannot be read: {error}; write the name of a checkpoint there into it") from error
     match = _NAME.fullmatch(name)
-    if match is None or not (directory / name).is_dir():
+    if match is None or not place(directory, int(match[1])).is_dir():
         there = ", ".join(checkpoints(directory)) or "none"
         raise ValueError(
             f"{pointer} names {name[:100]!r}, not a checkpoint in {directory}; write the name of one into it (there: "
@@ -60,10 +79,11 @@ def publish(unfinished: Path, target: Path) -> None:
     for path in unfinished.iterdir():
         sync(path)
     sync(unfinished)
-    old = target.with_name(target.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = target.with_name(target.name + _OLD)
     if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
+    # Here a crash leaves ``old`` alone; place() finds it, and the next folder of this name replaces it.
     try:
         unfinished.rename(target)
     except OSError:
@@ -84,8 +104,20 @@ def set_latest(directory: Path, name: str) -> None:
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Removes all checkpoints but the ``keep`` with the highest rollout ids and the one that ``latest`` names."""
+    """Removes all checkpoints but the ``keep`` that were written last and the one that ``latest`` names.
+
+    A run that was resumed from an earlier checkpoint writes lower rollout ids than those that lie there.
+    """
     latest = latest_rollout(directory)
-    for name in checkpoints(directory)[:-keep]:
-        if name != f"rollout_{latest}":
-            shutil.rmtree(directory / name, ignore_errors=True)
+    by_time = sorted(_ids(directory), key=lambda i: (_written(place(directory, i)), i))
+    for rollout_id in by_time[:-keep]:
+        if rollout_id != latest:
+            shutil.rmtree(place(directory, rollout_id), ignore_errors=True)
+
+
+def _written(folder: Path) -> float:
+    """When a checkpoint was written: what it says itself, which a copy keeps, or else its folder."""
+    try:
+        return float(json.loads((folder / FILES).read_text(encoding="utf-8"))["written"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return folder.stat().st_mtime

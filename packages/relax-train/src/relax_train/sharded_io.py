@@ -17,6 +17,7 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import CheckpointException
 
 from relax_train.device import DeviceContext
+from relax_train.folders import CheckpointError
 from relax_train.layout import Layout
 from relax_train.mcore import (
     CheckpointingConfig,
@@ -32,10 +33,6 @@ from relax_train.optimizer import Optimizer
 
 ShardedState = dict[str, Any]
 _COMMON = "common.pt"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read. Raised on every rank, with the same message."""
 
 
 def _reason(error: BaseException) -> str:

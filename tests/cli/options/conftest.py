@@ -1,6 +1,7 @@
 """A model folder without weights, a prompt file, and a machine whose number of GPUs the test chooses."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,23 @@ SMALL: dict[str, Any] = {
 }
 
 
+def safetensors(shapes: dict[str, list[int]]) -> bytes:
+    """A file of float32 zeros."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(end)
+
+
+@pytest.fixture
+def weights() -> Callable[[dict[str, list[int]]], bytes]:
+    """Makes the content of a safetensors file of zeros from shapes."""
+    return safetensors
+
+
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Chooses how many GPUs the driver of this machine reports; none to begin with."""
@@ -79,8 +97,8 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: Callable[[i
     for name, config in (("small", SMALL), ("qwen3-4b", QWEN3_4B), ("qwen3-30b-a3b", QWEN3_30B_A3B)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / "small" / name).write_text("{}")
+    (tmp_path / "small" / "model.safetensors").write_bytes(safetensors({}))
+    (tmp_path / "small" / "tokenizer.json").write_text("{}")
     (tmp_path / "prompts.jsonl").write_text('{"input": "1+1=", "label": "2"}\n' * 4)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -14,6 +14,15 @@ from relax_train.settings import ParallelSettings
 
 from relax_cli.settings import ClusterSettings
 
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""Options of the parallel sizes."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:

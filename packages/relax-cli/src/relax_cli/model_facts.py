@@ -8,6 +8,32 @@ from relax_train.settings.model import experts_key
 
 from relax_cli.layout import Layout
 
+_LARGEST = 10**9
+_MOST_PARAMETERS = 10**14
+_SWITCHES_OFF = ("use_sliding_window", "attention_bias")
+"""What a Qwen2 or Qwen3 model may switch on and :mod:`relax_train.model` does not build."""
+
+
+def _check_supported(config: Mapping[str, Any]) -> None:
+    """What the trainer itself checks too, but only once it has been started."""
+    for key in ("rms_norm_eps", "rope_theta"):
+        value = config.get(key)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < 1e15):
+            raise ValueError(f"config.json: {key} should be a number above 0, not {str(value)[:40]!r}")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"config.json: hidden_act {config['hidden_act']!r} is not supported; only silu is")
+    for key in _SWITCHES_OFF:
+        if config.get(key):
+            raise ValueError(f"config.json: {key} {config[key]!r} is not supported; use a model without it")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json: rope_parameters should be an object, not {str(rope)[:40]!r}")
+    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        raise ValueError(
+            f"config.json: rope type {kind!r} is not supported; remove it to train at the model's native context length"
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFacts:
@@ -32,33 +58,48 @@ class ModelFacts:
         """Reads a ``config.json``.
 
         Raises:
-            ValueError: a key is missing or is no integer; the message names it.
+            ValueError: a value is missing, no integer, absurd or not supported; the message names the key.
         """
 
-        def number(key: str, default: int | None = None) -> int:
+        def number(key: str, default: int | None = None, least: int = 1) -> int:
             value = config.get(key)
             if value is None:
                 value = default
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"config.json: {key} should be an integer, not {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
+                shown = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "a number of many digits"
+                raise ValueError(f"config.json: {key} should be an integer from {least} to {_LARGEST:,}, not {shown}")
             return value
 
         hidden, heads = number("hidden_size"), number("num_attention_heads")
-        return cls(
+        _check_supported(config)
+        experts = number(experts_key(config), 0, least=0)
+        facts = cls(
             model_type=str(config.get("model_type")),
             hidden=hidden,
             layers=number("num_hidden_layers"),
             heads=heads,
             kv_heads=number("num_key_value_heads", heads),
-            head_dim=number("head_dim", hidden // max(1, heads)),
+            head_dim=number("head_dim", hidden // heads),
             intermediate=number("intermediate_size"),
             vocab=number("vocab_size"),
             tied=bool(config.get("tie_word_embeddings")),
-            experts=number(experts_key(config), 0),
-            expert_intermediate=number("moe_intermediate_size", 0),
-            experts_per_token=number("num_experts_per_tok", 0),
-            max_positions=None if config.get("rope_scaling") else number("max_position_embeddings", 0) or None,
+            experts=experts,
+            expert_intermediate=number("moe_intermediate_size") if experts else 0,
+            experts_per_token=number("num_experts_per_tok") if experts else 0,
+            max_positions=None if config.get("rope_scaling") else number("max_position_embeddings", 0, least=0) or None,
         )
+        if heads % facts.kv_heads:
+            raise ValueError(
+                f"config.json: num_key_value_heads {facts.kv_heads} does not divide num_attention_heads {heads}"
+            )
+        if facts.experts_per_token > experts:
+            raise ValueError(f"config.json: num_experts_per_tok {facts.experts_per_token} of only {experts} experts")
+        if facts.parameters > _MOST_PARAMETERS:
+            raise ValueError(
+                f"config.json: its sizes make a model of {facts.parameters:.1e} parameters; one of them is wrong "
+                f"(hidden_size {hidden}, num_hidden_layers {facts.layers}, vocab_size {facts.vocab}, ...)"
+            )
+        return facts
 
     @property
     def embedding(self) -> int:

@@ -1,9 +1,7 @@
-"""Checks that need more than one package's settings, or the files that they name."""
+"""Checks that need more than one package's settings."""
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from relax_data.files import resolve_files
@@ -11,21 +9,12 @@ from relax_data.options import flag, given_flags
 from relax_train.batching import Split
 from relax_train.settings.model import read_hf_config
 
-from relax_cli import run_folder
 from relax_cli.config import RunConfig
-from relax_cli.derive import PATHS
-from relax_cli.layout import local_gpus
+from relax_cli.file_checks import file_needs, file_problems
+from relax_cli.layout import SIZES, local_gpus
 from relax_cli.model_facts import ModelFacts
 
 Problems = list[str]
-
-_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
 
 
 def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problems]:
@@ -45,7 +34,7 @@ def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problem
         except OSError as error:
             wrong.append(_unreadable(error, config, part))
     checks: list[Callable[[RunConfig], Problems]] = [
-        _home_problems,
+        file_problems,
         _mode_problems,
         _batch_problems,
         _gpu_problems,
@@ -80,16 +69,6 @@ def layout_problems(config: RunConfig, available_gpus: int) -> Problems:
             "--actor-num-nodes or --actor-num-gpus-per-node, or join a larger cluster with --ray-address"
         ]
     return [*_gpu_problems(config), *_model_problems(config)]
-
-
-def _home_problems(config: RunConfig) -> Problems:
-    values = {f.name: getattr(part, f.name) for part in config.parts() for f in dataclasses.fields(part)}
-    return [
-        f"{flag(name)} {values[name]}: there is no user of that name whose home it could be; write the path itself, or "
-        f"./{values[name]} for a folder of that name"
-        for name in PATHS
-        if str(values[name]).startswith("~")
-    ]
 
 
 def _mode_problems(config: RunConfig) -> Problems:
@@ -170,7 +149,7 @@ def _model_problems(config: RunConfig) -> Problems:
     found = []
     if config.layout is not None and not config.debug.debug_rollout_only:
         parallel = config.train.parallel
-        sizes = [n for n in _SIZES if (getattr(parallel, n) or 1) > 1]
+        sizes = [n for n in SIZES if (getattr(parallel, n) or 1) > 1]
         for problem in parallel.model_problems(hf_config, config.layout.train_ranks):
             # Those about the number of ranks speak of TP and PP: say which flags that are.
             found.append(problem if "--" in problem else f"{problem} ({given_flags(sizes)})")
@@ -311,27 +290,7 @@ def _start_needs(config: RunConfig) -> Problems:
             "--partial-rollout is planned and checked by this version, but not carried out yet: remove it; interrupted "
             "samples then start again from their prompts"
         )
-    if config.train.checkpoint.load is None and run_folder.holds_a_run(config.run_dir):
-        found.append(
-            f"another --tb-experiment-name, for example {config.name}-2: {config.run_dir} holds the metrics of an "
-            "earlier run; or, to go on with that run, --load and the folder that it had as --save"
-        )
-    folder = Path(config.train.model.hf_checkpoint)
-    if os.path.isfile(folder / "config.json"):
-        found += _folder_needs("--hf-checkpoint", folder, tokenizer=True)
-    reference = config.train.model.ref_load
-    if reference is not None and os.path.isfile(os.path.join(reference, "config.json")):
-        found += _folder_needs("--ref-load", Path(reference), tokenizer=False)
-    return found
-
-
-def _folder_needs(option: str, folder: Path, *, tokenizer: bool) -> Problems:
-    names = os.listdir(folder)
-    found = []
-    if not any(n.endswith(".safetensors") for n in names):
-        found.append(f"{option} {folder} has no weights: it must hold *.safetensors files; download the whole model")
-    if tokenizer and not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(names):
-        found.append(f"{option} {folder} has no tokenizer: it must hold tokenizer.json; download the whole model")
+    found += file_needs(config)
     return found
 
 

@@ -1,0 +1,241 @@
+"""Damaged, foreign and impossible files are found before anything loads them."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from relax_cli.config import ConfigError, resolve
+from relax_train import manifest
+from relax_train.folders import set_latest
+
+Weights = Callable[[dict[str, list[int]]], bytes]
+
+
+def problems(*words: str) -> list[str]:
+    with pytest.raises(ConfigError) as refused:
+        resolve(words, {})
+    return refused.value.problems
+
+
+# ---------------------------------------------------------------------- weights
+
+SMALL_SHAPES = {
+    "model.embed_tokens.weight": [128, 64],
+    **{
+        f"model.layers.{layer}.{name}.weight": shape
+        for layer in (0, 1)
+        for name, shape in (
+            ("self_attn.q_proj", [64, 64]),
+            ("self_attn.k_proj", [32, 64]),
+            ("mlp.gate_proj", [128, 64]),
+        )
+    },
+}
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "cut off in the data": (lambda whole: whole[:-1], "was cut off or changed: it has"),
+    "cut off in the header": (lambda whole: whole[:100], "was cut off: it has 100 bytes"),
+    "empty": (lambda whole: b"", "was cut off: it has 0 bytes"),
+    "longer": (lambda whole: whole + b"x", "was cut off or changed"),
+    "header of rubbish": (lambda whole: whole[:8] + b"x" * (len(whole) - 8), "header cannot be read"),
+    "header of nesting": (lambda whole: (10**6).to_bytes(8, "little") + b"[" * 10**6, "recursion"),
+    "pointer": (lambda whole: b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("option", ["--hf-checkpoint", "--ref-load"])
+def test_damaged_weights_are_named(workspace: Path, start: list[str], weights: Weights, name: str, option: str) -> None:
+    damage, expected = DAMAGES[name]
+    (workspace / "other").mkdir()
+    (workspace / "other" / "config.json").write_text((workspace / "small" / "config.json").read_text())
+    (workspace / "other" / "tokenizer.json").write_text("{}")
+    file = workspace / "other" / "model.safetensors"
+    words = [*start, "--use-kl-loss", "--kl-loss-coef", "0.1", option, "other"]
+    file.write_bytes(weights(SMALL_SHAPES))
+    resolve(words, {})
+    file.write_bytes(damage(weights(SMALL_SHAPES)))
+    for more in ([], ["--dry-run"]):
+        (problem,) = problems(*words, *more)
+        assert problem.startswith(f"{option}: {file} ")
+        assert expected in problem
+
+
+def test_a_shard_that_the_index_names_and_is_not_there(workspace: Path, start: list[str]) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (workspace / "small" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (problem,) = problems(*start)
+    assert f"{workspace / 'small' / 'model-2.safetensors'} is missing" in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"vocab_size": 256}, "model.embed_tokens.weight [256, 64], but the weights have"),
+        ({"num_key_value_heads": 4}, "k_proj.weight [64, 64], but the weights have"),
+        ({"num_hidden_layers": 4}, "but the weights have no model.layers.3."),
+        ({"num_hidden_layers": 1}, "1 layers, but the weights have model.layers.1."),
+    ],
+)
+def test_weights_of_another_model_than_the_configuration(
+    workspace: Path, start: list[str], weights: Weights, changes: dict[str, int], part: str
+) -> None:
+    (workspace / "small" / "model.safetensors").write_bytes(weights(SMALL_SHAPES))
+    file = workspace / "small" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    (problem,) = problems(*start)
+    assert "--hf-checkpoint" in problem
+    assert part in problem
+
+
+# ---------------------------------------------------------------------- config.json
+
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+)
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4}
+ABSURD: list[tuple[dict[str, Any], str]] = [
+    *(({key: value}, f"{key} should be") for key in SIZES for value in (0, -1, 10**30, "64", 6.4, True, [64], {})),
+    ({"hidden_size": 10**8, "num_hidden_layers": 10**8}, "sizes make a model of"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
+    ({"max_position_embeddings": "x"}, "max_position_embeddings should be"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps should be a number"),
+    ({"rope_theta": -1}, "rope_theta should be a number"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ({"attention_bias": True}, "attention_bias True is not supported"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope type 'yarn' is not supported"),
+    ({"rope_parameters": 7}, "rope_parameters should be an object"),
+    (
+        {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 8},
+        "8 of only 4",
+    ),
+    ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}, "moe_intermediate_size should be"),
+]
+
+
+@pytest.mark.parametrize(("changes", "part"), ABSURD, ids=[str(changes) for changes, _ in ABSURD])
+def test_an_absurd_configuration_is_one_problem(
+    workspace: Path, start: list[str], changes: dict[str, Any], part: str
+) -> None:
+    file = workspace / "small" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    (problem,) = problems(*start, "--dry-run")
+    assert problem.startswith(f"--hf-checkpoint {workspace / 'small'}: config.json: ")
+    assert part in problem
+
+
+# ---------------------------------------------------------------------- what is written
+
+WRITTEN = [
+    ["--save", "{}/checkpoints"],
+    ["--save-hf", "{}/{{rollout_id}}"],
+    ["--save-debug-rollout-data", "{}/{{rollout_id}}.pkl"],
+    ["--sglang-profile", "--sglang-profile-output-dir", "{}"],
+    ["--record-memory-history", "--memory-snapshot-dir", "{}"],
+]
+
+
+@pytest.mark.parametrize("words", WRITTEN, ids=lambda words: words[-2])
+def test_a_folder_that_cannot_be_made_is_a_problem_of_the_start(
+    workspace: Path, start: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workspace / "file").write_text("")
+    (workspace / "locked").mkdir()
+    allowed = os.access
+
+    def access(path: Any, mode: int) -> bool:  # the tests may run as root, who may write everywhere
+        return allowed(path, mode) and not (mode & os.W_OK and Path(path).name == "locked")
+
+    monkeypatch.setattr(os, "access", access)
+    for folder, part in (("file/x", "file is not a folder"), ("locked/x", "may not write into")):
+        chosen = [*start, *(word.format(workspace / folder) for word in words)]
+        (problem,) = problems(*chosen)
+        assert words[-2] in problem
+        assert part in problem
+        assert problem in resolve([*chosen, "--dry-run"], {}).notes
+
+
+def test_a_run_directory_that_cannot_be_made(workspace: Path, start: list[str]) -> None:
+    (workspace / "runs").write_text("")
+    (problem,) = problems(*start)
+    assert f"{workspace / 'runs'} is not a folder" in problem
+
+
+# ---------------------------------------------------------------------- what is resumed from
+
+
+@pytest.fixture
+def checkpoint(workspace: Path) -> Path:
+    """A checkpoint of the small model on CPU, as far as a plan looks at it."""
+    folder = workspace / "checkpoints" / "rollout_4"
+    folder.mkdir(parents=True)
+    layout = dict.fromkeys(
+        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"), 1
+    )
+    content = {
+        "format": manifest.FORMAT,
+        "rollout_id": 4,
+        "world_size": 1,
+        "layout": {**layout, "context_parallel_size": 1, "data_parallel_size": 1, "expert_tensor_parallel_size": 1},
+        "dtype": "float32",
+        "model": manifest.architecture(json.loads((workspace / "small" / "config.json").read_text())),
+        "scheduler": {},
+        "extra": {},
+    }
+    (folder / manifest.MANIFEST).write_text(json.dumps(content))
+    (folder / "__0_0.distcp").write_bytes(bytes(100))
+    manifest.record_files(folder)
+    set_latest(folder.parent, folder.name)
+    return folder
+
+
+def edit(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / manifest.MANIFEST
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+        manifest.record_files(folder)
+
+    return change
+
+
+UNFIT: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
+    "cut off": (
+        lambda f: os.truncate(f / "__0_0.distcp", 7),
+        [],
+        "__0_0.distcp was cut off or changed: it has 7 of",
+    ),
+    "half": (lambda f: (f / "__0_0.distcp").unlink(), [], "__0_0.distcp is missing"),
+    "no manifest": (lambda f: (f / "relax.json").unlink(), [], "relax.json cannot be read"),
+    "odd list of files": (
+        lambda f: (f / "files.json").write_text("{"),
+        [],
+        "files.json cannot be read",
+    ),
+    "empty manifest": (lambda f: (f / "relax.json").write_text("{}"), [], "relax.json has format None"),
+    "odd layout": (edit(layout=7), [], "relax.json is damaged"),
+    "latest of nothing": (lambda f: (f.parent / "latest").write_text("rollout_9"), [], "names 'rollout_9'"),
+    "other layout": (lambda f: None, ["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size 1"),
+    "other precision": (lambda f: None, ["--bf16"], "resume with --no-bf16"),
+    "other model": (edit(model={"num_hidden_layers": 28}), [], "num_hidden_layers 28 instead of 2"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_checkpoint_that_the_run_cannot_go_on_with(
+    workspace: Path, start: list[str], checkpoint: Path, name: str
+) -> None:
+    damage, words, part = UNFIT[name]
+    argv = [*start, "--load", "checkpoints", "--save", "checkpoints"]
+    assert resolve(argv, {}).train.checkpoint.load == str(checkpoint.parent)
+    damage(checkpoint)
+    (problem,) = problems(*argv, *words, "--dry-run")
+    assert problem.startswith("--load: ")
+    assert part in problem

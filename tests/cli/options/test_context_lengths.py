@@ -5,25 +5,37 @@ from pathlib import Path
 import pytest
 from relax_cli.config import resolve
 from relax_cli.lengths import ContextLengths, context_lengths
+from relax_cli.plan import plan_text
 
 START = ("--hf-checkpoint", "small", "--prompt-data", "prompts.jsonl", "--rm-type", "math", "--num-rollout", "1")
+
+DYNAMIC = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "1500")
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ((), ContextLengths(sample=2042, engine=None)),  # the model has 2048 positions
-        (("--rollout-max-context-len", "100"), ContextLengths(sample=100, engine=106)),
-        (("--rollout-max-context-len", "2042"), ContextLengths(sample=2042, engine=2048)),
-        (("--rollout-max-context-len", "2048"), ContextLengths(sample=2042, engine=2048)),
-        (("--sglang-context-length", "512"), ContextLengths(sample=506, engine=None)),
+        ((), ContextLengths(sample=2042, trained=2042, engine=None)),  # the model has 2048 positions
+        (("--rollout-max-context-len", "100"), ContextLengths(sample=100, trained=100, engine=106)),
+        (("--rollout-max-context-len", "2042"), ContextLengths(sample=2042, trained=2042, engine=2048)),
+        (("--rollout-max-context-len", "2048"), ContextLengths(sample=2042, trained=2042, engine=2048)),
+        (("--sglang-context-length", "512"), ContextLengths(sample=506, trained=506, engine=None)),
         (
             ("--sglang-context-length", "512", "--rollout-max-context-len", "100"),
-            ContextLengths(sample=100, engine=None),
+            ContextLengths(sample=100, trained=100, engine=None),
         ),
         (
             ("--sglang-context-length", "512", "--rollout-max-context-len", "600"),
-            ContextLengths(sample=506, engine=None),
+            ContextLengths(sample=506, trained=506, engine=None),
+        ),
+        # Nothing bounds the context but the model: a micro-batch does.
+        (DYNAMIC, ContextLengths(sample=2042, trained=1500, engine=None)),
+        ((*DYNAMIC, "--debug-rollout-only"), ContextLengths(sample=2042, trained=2042, engine=None)),
+        ((*DYNAMIC, "--context-parallel-size", "2"), ContextLengths(sample=2042, trained=2042, engine=None)),
+        ((*DYNAMIC, "--log-probs-max-tokens-per-gpu", "1100"), ContextLengths(sample=2042, trained=1100, engine=None)),
+        (
+            (*DYNAMIC, "--rollout-max-context-len", "1200"),
+            ContextLengths(sample=1200, trained=1200, engine=1206),
         ),
     ],
 )
@@ -31,3 +43,10 @@ def test_the_engine_holds_every_sample_and_the_tokens_it_keeps_for_itself(
     workspace: Path, words: tuple[str, ...], expected: ContextLengths
 ) -> None:
     assert context_lengths(resolve([*START, "--label-key", "label", "--dry-run", *words], {})) == expected
+
+
+def test_the_plan_says_what_bounds_a_sample(workspace: Path) -> None:
+    text = plan_text(resolve([*START, *DYNAMIC, "--dry-run"], {}))
+    (line,) = (line for line in text.splitlines() if "longest sample" in line)
+    assert "1500 tokens, what a micro-batch holds (--max-tokens-per-gpu)" in line
+    assert "--rollout-max-context-len sets it" in line

@@ -29,6 +29,7 @@ def only(argv: list[str]) -> str:
         (["--no-colocate"], ["--no-colocate", "--fully-async"]),
         (["--fully-async", "--balance-data"], ["--balance-data works with --colocate only", "TransferQueue"]),
         (["--max-staleness", "2"], ["--max-staleness has no effect without --fully-async"]),
+        (["--over-sampling-batch-size", "32", "--max-staleness", "0"], ["--max-staleness has no effect", "above"]),
         (["--fully-async", "--max-staleness", "-1"], ["--max-staleness must be 0 or more"]),
         (["--num-data-storage-units", "2"], ["--num-data-storage-units has no effect without --fully-async"]),
         (["--rollout-num-gpus", "8"], ["--rollout-num-gpus has no effect with --colocate"]),
@@ -231,3 +232,8 @@ def test_warnings(workspace: Path, model: list[str], start: list[str]) -> None:
     assert balance.startswith("--balance-data: responses to one prompt may fall into different training steps")
     (idle,) = resolve([*start, "--dry-run", "--num-gpus-per-node", "8", "--rollout-batch-size", "1"], {}).warnings
     assert "4 samples for 8 data-parallel ranks" in idle
+
+
+def test_staleness_of_what_over_sampling_leaves_can_be_chosen(workspace: Path, start: list[str]) -> None:
+    words = ["--over-sampling-batch-size", "48", "--max-staleness", "0"]
+    assert resolve([*start, *words], {}).cluster.max_staleness == 0

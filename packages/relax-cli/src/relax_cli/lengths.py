@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from relax_train.batching import Split
 from relax_train.settings.model import read_hf_config
 
 from relax_cli.config import RunConfig
@@ -17,11 +18,14 @@ class ContextLengths:
     """Tokens of prompt and response together.
 
     Attributes:
-        sample: most of a sample; a prompt that leaves no room is dropped. None: no limit is known.
+        sample: most of a sample. None: no limit is known.
+        trained: the same for a sample that is trained, which must fit into a micro-batch; a prompt that leaves no room
+            is dropped and counted.
         engine: context length that the engines are started with; None: the model's, or --sglang-context-length.
     """
 
     sample: int | None
+    trained: int | None
     engine: int | None
 
 
@@ -36,7 +40,25 @@ def context_lengths(config: RunConfig) -> ContextLengths:
     by_hand = str(config.sglang.sglang_extra.get("context_length", ""))
     model = ModelFacts.from_config(read_hf_config(config.train.model.hf_checkpoint)).max_positions
     holds = int(by_hand) if by_hand.isdigit() else model
-    if asked is None:
-        return ContextLengths(None if holds is None else holds - ENGINE_MARGIN, None)
-    engine = asked + ENGINE_MARGIN if holds is None else min(asked + ENGINE_MARGIN, holds)
-    return ContextLengths(min(asked, engine - ENGINE_MARGIN), None if by_hand else engine)
+    engine = None
+    sample = None if holds is None else holds - ENGINE_MARGIN
+    if asked is not None:
+        engine = asked + ENGINE_MARGIN if holds is None else min(asked + ENGINE_MARGIN, holds)
+        sample = min(asked, engine - ENGINE_MARGIN)
+    limits = [sample] if sample is not None else []
+    if not config.debug.debug_rollout_only:
+        limits += micro_batch_tokens(config).values()
+    return ContextLengths(sample, min(limits, default=None), None if by_hand else engine)
+
+
+def micro_batch_tokens(config: RunConfig) -> dict[str, int]:
+    """Tokens of the longest sample that fits into a dynamic micro-batch, by the option that says so; empty without."""
+    batch, parallel = config.train.batch, config.train.parallel
+    if not batch.use_dynamic_batch_size:
+        return {}
+    cp = max(1, parallel.context_parallel_size)
+    split = Split(cp_size=cp, sequence_size=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    caps = {n: getattr(batch, n) for n in ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu")}
+    # A micro-batch is padded to a multiple of what it is divided by, and so is each sample in it.
+    step = split.total_multiple
+    return {name: cap * cp // step * step for name, cap in caps.items() if cap is not None and cap >= 1}

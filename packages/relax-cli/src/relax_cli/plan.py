@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 
+from relax_data.options import flag
 from relax_train.settings.model import read_hf_config
 
 from relax_cli.config import RunConfig
 from relax_cli.layout import Layout
+from relax_cli.lengths import context_lengths, micro_batch_tokens
 from relax_cli.model_facts import ModelFacts
 
 Rows = list[tuple[str, str]]
@@ -144,9 +146,12 @@ def _batches(config: RunConfig) -> Rows:
         ("optimizer steps a rollout", f"{samples} samples / {size} a step = {steps}"),
     ]
     if rollout.submitted_prompts > prompts:
-        rows.insert(
-            1, ("over-sampling", f"{rollout.submitted_prompts} prompts submitted, the first {prompts} are used")
-        )
+        surplus = f"{rollout.submitted_prompts} prompts submitted, the first {prompts} are used"
+        if not config.cluster.fully_async:
+            surplus += f"; whole surplus waits, at most {config.cluster.max_staleness} version(s) old (--max-staleness)"
+        rows.insert(1, ("over-sampling", surplus))
+    if (longest := context_lengths(config).trained) is not None:
+        rows.append(("longest sample", f"{longest} tokens, {_why_longest(config, longest)}"))
     if layout is not None:
         rows.append(("samples a rank and step", f"{size} / {layout.dp} = {size / layout.dp:g}"))
     if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is not None:
@@ -159,6 +164,16 @@ def _batches(config: RunConfig) -> Rows:
     else:
         rows.append(("micro-batch", f"{batch.micro_batch_size} samples"))
     return rows
+
+
+def _why_longest(config: RunConfig, longest: int) -> str:
+    for name, holds in micro_batch_tokens(config).items():
+        if holds == longest != config.rollout.rollout_max_context_len and not config.debug.debug_rollout_only:
+            return (
+                f"what a micro-batch holds ({flag(name)}): a response ends there, a prompt without room is dropped; "
+                "--rollout-max-context-len sets it"
+            )
+    return "the least of --rollout-max-context-len and what the model holds"
 
 
 def _memory(config: RunConfig, facts: ModelFacts) -> Rows:

@@ -21,8 +21,9 @@ class ClusterSettings:
     )
     max_staleness: int = option(
         1,
-        "With --fully-async: how many versions older than the policy the oldest token of a consumed sample may be. "
-        "The producer waits; nothing is thrown away.",
+        "How many versions older than the policy the oldest token of a consumed sample may be. With --fully-async the "
+        "producer waits; with --colocate it is about what --over-sampling-batch-size leaves for the next rollout, and "
+        "what is older starts again from its prompt. 0 is on-policy.",
     )
     actor_num_nodes: int = option(1, "Nodes that train.")
     actor_num_gpus_per_node: int | None = option(
@@ -45,8 +46,6 @@ class ClusterSettings:
             found.append("--fully-async and --colocate exclude each other: remove one of them")
         if not self.fully_async and not self.colocate:
             found.append("--no-colocate alone chooses no mode: add --fully-async, or remove --no-colocate")
-        if not self.fully_async and "max_staleness" in given:
-            found.append("--max-staleness has no effect without --fully-async: remove it, or add --fully-async")
         if not self.fully_async and self.rollout_num_gpus is not None and "rollout_num_gpus" in given:
             found.append(
                 "--rollout-num-gpus has no effect with --colocate, where the engines use all GPUs that train: "

@@ -6,12 +6,12 @@ from typing import Any
 
 from relax_data.files import resolve_files
 from relax_data.options import flag, given_flags
-from relax_train.batching import Split
 from relax_train.settings.model import read_hf_config
 
 from relax_cli.config import RunConfig
 from relax_cli.file_checks import file_needs, file_problems
 from relax_cli.layout import SIZES, local_gpus
+from relax_cli.lengths import micro_batch_tokens
 from relax_cli.model_facts import ModelFacts
 
 Problems = list[str]
@@ -79,9 +79,21 @@ def _mode_problems(config: RunConfig) -> Problems:
                 "--balance-data works with --colocate only: with --fully-async each data-parallel rank takes its "
                 "samples from TransferQueue as they come, before the others are known; remove one of the two"
             )
-    elif "num_data_storage_units" in config.given:
+        return found
+    if "num_data_storage_units" in config.given:
         found.append("--num-data-storage-units has no effect without --fully-async: remove it, or add --fully-async")
+    if "max_staleness" in config.given and not _leaves_surplus(config):
+        found.append(
+            "--max-staleness has no effect without --fully-async or over-sampling: every sample is then on-policy; "
+            "remove it, or add --fully-async, or an --over-sampling-batch-size above --rollout-batch-size"
+        )
     return found
+
+
+def _leaves_surplus(config: RunConfig) -> bool:
+    """Whether a rollout of a colocate run may leave whole groups for the next one, which has newer weights."""
+    rollout = config.rollout
+    return rollout.submitted_prompts > rollout.rollout_batch_size or rollout.rollout_function_path is not None
 
 
 def _batch_problems(config: RunConfig) -> Problems:
@@ -181,26 +193,17 @@ def _length_problems(config: RunConfig) -> Problems:
             f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {limit}: "
             "lower the one or raise the other"
         )
-    if not batch.use_dynamic_batch_size:
-        return found
     longest, why = response + 1, f"--rollout-max-response-len {response} + a prompt of at least 1"
     if prompt is not None:
         longest, why = response + prompt, f"--rollout-max-response-len {response} + --rollout-max-prompt-len {prompt}"
     if limit is not None and (prompt is None or limit < longest):
         longest, why = limit, f"--rollout-max-context-len {limit}"
-    parallel = config.train.parallel
-    cp = max(1, parallel.context_parallel_size)
-    split = Split(cp_size=cp, sequence_size=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
-    padded = -(-longest // split.document_multiple) * split.document_multiple
-    for name in ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu"):
-        cap = getattr(batch, name)
-        if cap is None or cap < 1 or (name != "max_tokens_per_gpu" and name not in config.given):
-            continue
-        holds = cap * cp // split.total_multiple * split.total_multiple
-        if holds < padded:
+    cp = config.train.parallel.context_parallel_size
+    for name, holds in micro_batch_tokens(config).items():
+        if holds < longest and (name == "max_tokens_per_gpu" or name in config.given):
             found.append(
                 f"a sample may have {longest} tokens ({why}), but a micro-batch holds at most {holds} ({flag(name)} "
-                f"{cap} x --context-parallel-size {cp}, in steps of {split.total_multiple}): raise {flag(name)} or "
+                f"{getattr(batch, name)} x --context-parallel-size {cp}): raise {flag(name)} or "
                 "--context-parallel-size, or lower the lengths"
             )
     return found

@@ -34,7 +34,8 @@ class RolloutActor:
         from transformers import AutoTokenizer
 
         self._config = config
-        self._settings = dataclasses.replace(config.rollout, rollout_max_context_len=context_lengths(config).sample)
+        lengths = context_lengths(config)
+        self._eval_settings = dataclasses.replace(config.rollout, rollout_max_context_len=lengths.sample)
         self._status = "idle"
         self._tokenizer = AutoTokenizer.from_pretrained(config.train.model.hf_checkpoint)
         prompts = open_prompts(config.data, self._tokenizer, num_epoch=config.run.num_epoch)
@@ -44,7 +45,7 @@ class RolloutActor:
         self._engines: list[SGLangEngine] = []
         # Its functions of the user (filter, generation, collection) are imported here too.
         self._loop = RolloutLoop(
-            self._settings,
+            dataclasses.replace(config.rollout, rollout_max_context_len=lengths.trained),
             engines=(),
             source=self._source,
             reward=self._reward,
@@ -123,7 +124,7 @@ class RolloutActor:
             self._eval_prompts,
             self._reward,
             self._config.eval,
-            rollout=self._settings,
+            rollout=self._eval_settings,
             tokenizer=self._tokenizer,
             version=version,
             concurrency=self._config.sglang.sglang_server_concurrency,

@@ -37,6 +37,7 @@ def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):
         ({"streaming_buffer_size": 0, "use_streaming_dataset": True}, "--streaming-buffer-size 0: must be at least 1"),
         ({"rollout_max_prompt_len": 0}, "--rollout-max-prompt-len 0"),
         ({"rollout_seed": -1}, "--rollout-seed -1"),
+        ({"rollout_seed": 2**31}, "--rollout-seed 2147483648"),
         ({"mm_processor_pool_size": 2}, "--mm-processor-pool-size has no effect without --multimodal-keys"),
         ({"mm_processor_pool_size": -2}, "--mm-processor-pool-size -2"),
         ({"multimodal_keys": {"smell": "s"}}, "unknown modality 'smell'"),

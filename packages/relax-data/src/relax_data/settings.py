@@ -89,8 +89,8 @@ class DataSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"{flag(name)} {value}: must be at least 1")
-        if self.rollout_seed < 0:
-            found.append(f"--rollout-seed {self.rollout_seed}: must not be negative")
+        if not 0 <= self.rollout_seed < 2**31:  # an engine adds its number and seeds numpy, which takes 32 bits
+            found.append(f"--rollout-seed {self.rollout_seed}: must be from 0 to {2**31 - 1}")
         if "streaming_buffer_size" in given and not self.use_streaming_dataset:
             found.append(
                 "--streaming-buffer-size has no effect without --use-streaming-dataset: add it or drop the size"

@@ -55,7 +55,11 @@ class ModelSettings:
     ref_load: str | None = option(
         None, "Hugging Face folder of the reference model; default: the start weights.", metavar="FOLDER"
     )
-    seed: int = option(1234, "Seed of the trainer's random numbers.")
+    seed: int = option(
+        1234,
+        "Seed of the trainer's random numbers. The models that it builds have no dropout and start from given weights, "
+        "so they draw none; order of the prompts and sampling are --rollout-seed.",
+    )
     bf16: bool | None = option(
         None, "Train in bfloat16 with float32 master weights; default: on with CUDA, off (float32) on CPU."
     )

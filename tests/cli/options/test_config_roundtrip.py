@@ -106,3 +106,17 @@ def test_a_configuration_survives_print_config(workspace: Path, model: list[str]
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e16, 1e-300, 0.1 + 0.2])
 def test_numbers_at_the_edges(value: float) -> None:
     assert tomllib.loads(f"x = {value_to_toml(value)}")["x"] == value
+
+
+def test_what_nobody_set_says_what_it_will_be(workspace: Path, model: list[str]) -> None:
+    words = [*model, "--print-config", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "1000"]
+    lines = to_toml(resolve(words, {})).splitlines()
+    for expected in (
+        '# bf16 = "none"  # by default on with CUDA, off (float32) on CPU',
+        '# eval_temperature = "none"  # by default --rollout-temperature',
+        '# tb_experiment_name = "none"  # by default one that the driver makes once',
+        '# rollout_max_context_len = "none"  # here 1000 tokens, from the model and --max-tokens-per-gpu',
+        "# over_sampling_batch_size = 32",
+        '# save = "none"',
+    ):
+        assert expected in lines

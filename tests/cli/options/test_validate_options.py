@@ -164,7 +164,8 @@ def test_incomplete_checkpoint_is_no_start_but_a_plan(
 
 
 def test_a_path_that_the_file_system_refuses(workspace: Path, start: list[str]) -> None:
-    message = only([*start[:6], "--custom-rm-path", f"{'x' * 300}.py:f"])
+    words = [*start[:6], "--n-samples-per-prompt", "4"]
+    message = only([*words, "--custom-rm-path", f"{'x' * 300}.py:f"])
     assert message.startswith("--custom-rm-path: cannot read")
     assert "name too long" in message
 
@@ -178,9 +179,10 @@ def test_missing_prompt_file(workspace: Path, start: list[str]) -> None:
 
 def test_what_a_start_needs_is_a_note_of_a_plan(workspace: Path, model: list[str]) -> None:
     found = problems(model)
-    assert len(found) == 2
+    assert len(found) == 3
     assert "exactly one of --num-rollout and --num-epoch" in found[0]
     assert "--rm-type" in found[1]
+    assert found[2].startswith("--n-samples-per-prompt 2 or more")
     assert resolve([*model, "--dry-run"], {}).notes == tuple(found)
 
 
@@ -226,7 +228,7 @@ def test_printing_and_planning_exclude_each_other(workspace: Path, model: list[s
 
 def test_warnings(workspace: Path, model: list[str], start: list[str]) -> None:
     assert resolve(start, {}).warnings == ()
-    (single,) = resolve([*model, "--dry-run"], {}).warnings
+    (single,) = resolve([*start, "--n-samples-per-prompt", "1", "--entropy-coef", "0.1"], {}).warnings
     assert "GRPO compares" in single
     (balance,) = resolve([*start, "--balance-data"], {}).warnings
     assert balance.startswith("--balance-data: responses to one prompt may fall into different training steps")

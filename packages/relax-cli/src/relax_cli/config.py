@@ -238,7 +238,10 @@ def to_toml(config: RunConfig) -> str:
     Reading the text back gives the same settings and the same ``given``.
     """
     namespace = registry.namespace()
-    lines = ["# Options of `relax train`. A comment shows a default, or what was derived from other options."]
+    lines = [
+        "# Options of `relax train`. A comment shows a default, or what was derived from other options.",
+        '# "none" is what nobody set; where something follows from that at the start, it stands behind.',
+    ]
     for part in config.parts():
         lines += ["", f"# {type(part).TITLE}"]
         for field in dataclasses.fields(part):
@@ -246,6 +249,20 @@ def to_toml(config: RunConfig) -> str:
             if field.name == "sglang_extra":
                 lines += [f"sglang_{k} = {files.to_toml(v)}" for k, v in sorted(value.items())]
             elif field.name in namespace.options and field.name not in _ONLY_THIS_COMMAND:
-                mark = "" if field.name in config.given else "# "
-                lines.append(f"{mark}{field.name} = {files.to_toml(value)}")
+                line = f"{field.name} = {files.to_toml(value)}"
+                how = _derivation(config, field) if value is None else ""
+                lines.append(line if field.name in config.given else f"# {line}{how}")
     return "\n".join(lines) + "\n"
+
+
+_DEFAULT = re.compile(r"\b(?:[Dd]efault:?|by default) (.+?)(?:[.;](?= )|\.?$)")
+
+
+def _derivation(config: RunConfig, field: dataclasses.Field[Any]) -> str:
+    """What an option that is not set comes to be once the run starts, as its help says; empty when it stays unset."""
+    from relax_cli.lengths import context_lengths
+
+    if field.name == "rollout_max_context_len" and (longest := context_lengths(config).trained) is not None:
+        return f"  # here {longest} tokens, from the model and --max-tokens-per-gpu"
+    found = _DEFAULT.search(field.metadata["help"])
+    return f"  # by default {found[1]}" if found else ""

@@ -120,7 +120,7 @@ class LoggingSettings:
     TITLE: ClassVar[str] = "Logging"
 
     tb_experiment_name: str | None = option(
-        None, "Name of the run: runs/NAME and traces/NAME. One is made once by the driver when it is not given."
+        None, "Name of the run: runs/NAME and traces/NAME; by default one that the driver makes once."
     )
     use_tensorboard: bool = option(True, "Write TensorBoard scalars to runs/NAME/tensorboard.")
     use_wandb: bool = option(False, "Log to Weights & Biases too (pip install wandb; the key is in WANDB_API_KEY).")

@@ -109,13 +109,13 @@ def test_numbers_at_the_edges(value: float) -> None:
 
 
 def test_what_nobody_set_says_what_it_will_be(workspace: Path, model: list[str]) -> None:
-    words = [*model, "--print-config", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "1000"]
+    words = [*model, "--print-config", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "1500"]
     lines = to_toml(resolve(words, {})).splitlines()
     for expected in (
         '# bf16 = "none"  # by default on with CUDA, off (float32) on CPU',
         '# eval_temperature = "none"  # by default --rollout-temperature',
         '# tb_experiment_name = "none"  # by default one that the driver makes once',
-        '# rollout_max_context_len = "none"  # here 1000 tokens, from the model and --max-tokens-per-gpu',
+        '# rollout_max_context_len = "none"  # here 1500 tokens, from the model and --max-tokens-per-gpu',
         "# over_sampling_batch_size = 32",
         '# save = "none"',
     ):

@@ -30,8 +30,9 @@ from char_tokenizer import char_tokenizer
 
 PROMPT = [10, 11, 12, 13, 14, 15, 16]
 MEAN_LIMIT, MOST_LIMIT = 1.5, 3.0
-"""Of the differences that transformers itself has in bfloat16 from float32, on the same weights and tokens: two sound
-implementations round differently but about as much. It grows with the logits, so no fixed number would do."""
+"""Times the difference that transformers itself has in bfloat16 from float32, on the same weights and tokens: two sound
+implementations round differently but about as much. Measured on an H200: mean 0.0064 to 0.0070 where transformers has
+0.0070 to 0.0076, and 0.035 to 0.047 with the weights of one push before."""
 
 
 def make_model(folder: Path) -> Path:

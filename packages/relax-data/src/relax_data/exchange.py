@@ -11,7 +11,9 @@ _RANKS_GOOD, _RANKS_GOOD_FEW, _FEW_SLOTS = 9e-4, 1.8e-2, 8
 further costs more in lock-step than it wins."""
 _RANKS_LEFT = 0.98
 """An exchange is worth it when it leaves at most this much of the gap between two ranks."""
-_ALLOWANCES = (0.0, 0.005, 0.02, np.inf)
+_ALLOWANCES = ((0.0, False), (0.005, False), (0.02, False), (np.inf, False), (np.inf, True))
+"""By how much a slot's costliest bin may become costlier for the sake of even ranks, and whether one sample may be
+exchanged for two: under a tight cap on tokens that is what makes a full bin cheaper."""
 _PARTNERS = 12
 """So many of the lightest bins are tried as partners of the heaviest one."""
 
@@ -29,7 +31,9 @@ class Bins:
     def __init__(self, items: list[list[int]], tokens: np.ndarray, cost: np.ndarray, cap: int):
         self.items = items
         self.cap = cap
-        self._tokens, self._cost = tokens, cost
+        # A sample of no tokens and no cost behind the others stands for no member.
+        self._tokens, self._cost = np.append(tokens, 0), np.append(cost, 0.0)
+        self._none = [len(tokens)]
         self._members: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._largest: dict[int, float] = {}
         self.tokens = np.array([int(tokens[b].sum()) for b in items], dtype=np.int64)
@@ -110,7 +114,7 @@ class Bins:
         """
         table = np.array(slots)
         good = _RANKS_GOOD if len(table) >= _FEW_SLOTS else _RANKS_GOOD_FEW
-        for allowance in _ALLOWANCES[:1] if lock_step else _ALLOWANCES:
+        for allowance, pairs in _ALLOWANCES[:1] if lock_step else _ALLOWANCES:
             for _ in range(10 * table.shape[1]):
                 loads = self.costs[table].sum(axis=0)
                 order = np.argsort(loads, kind="stable")
@@ -121,7 +125,7 @@ class Bins:
                 others = order[:-1][:_PARTNERS]
                 gaps = loads[top] - loads[others]
                 if not self._swap_bins(table, top, others, gaps) and not any(
-                    self._even_rank_pair(table, top, int(r), float(gap), allowance)
+                    self._even_rank_pair(table, top, int(r), float(gap), allowance, pairs)
                     for r, gap in zip(others, gaps, strict=True)
                 ):
                     break
@@ -142,9 +146,9 @@ class Bins:
         table[k, pair] = table[k, pair[::-1]]
         return True
 
-    def _even_rank_pair(self, table: np.ndarray, top: int, low: int, gap: float, allowance: float) -> bool:
+    def _even_rank_pair(self, table: np.ndarray, top: int, low: int, gap: float, allowance: float, pairs: bool) -> bool:
         """The one exchange, in whatever slot, that evens the two ranks best."""
-        best: tuple[float, int, int, int] | None = None
+        best: tuple[float, int, list[int], list[int]] | None = None
         # A sum, not a product: an allowance without bound on a slot without cost.
         costliest = self.costs[table].max(axis=1)
         ceilings = costliest + (allowance * costliest if np.isfinite(allowance) else np.inf)
@@ -152,31 +156,25 @@ class Bins:
             a, b = int(table[k, top]), int(table[k, low])
             if ceiling - self.costs[b] < 0.5 * (1 - _RANKS_LEFT) * gap:  # too little can go there
                 continue
-            found = self._best_exchange(a, b, gap, ceiling=ceiling)
+            found = self._best_exchange(a, b, gap, ceiling=ceiling, pairs=pairs)
             if found is not None and (best is None or found[0] < best[0]):
                 best = (found[0], k, found[1], found[2])
                 if best[0] <= 0.1 * gap:
                     break
         if best is None or best[0] > _RANKS_LEFT * gap:
             return False
-        _, k, i, j = best
-        self._exchange(int(table[k, top]), int(table[k, low]), i, j)
+        _, k, given, taken = best
+        self._give(int(table[k, top]), int(table[k, low]), given, taken)
         return True
 
     def _even_tokens(self, heavy: int, light: int) -> bool:
         gap = float(self.tokens[heavy] - self.tokens[light])
         found = self._best_exchange(heavy, light, gap, by_cost=False, capped=False)
-        if found is None:
-            return False
-        self._exchange(heavy, light, found[1], found[2])
-        return True
+        return found is not None and self._give(heavy, light, *found[1:])
 
     def _even_costs(self, heavy: int, light: int, gap: float) -> bool:
         found = self._best_exchange(heavy, light, gap)
-        if found is None:
-            return False
-        self._exchange(heavy, light, found[1], found[2])
-        return True
+        return found is not None and self._give(heavy, light, *found[1:])
 
     def _best_exchange(
         self,
@@ -187,53 +185,61 @@ class Bins:
         by_cost: bool = True,
         capped: bool = True,
         ceiling: float | None = None,
-    ) -> tuple[float, int, int] | None:
-        """The exchange that makes ``gap`` (heavy minus light) smallest: the gap left, and a position in each bin.
+        pairs: bool = False,
+    ) -> tuple[float, list[int], list[int]] | None:
+        """The exchange that makes ``gap`` (heavy minus light) smallest: the gap left, what heavy gives, what it gets.
 
-        A position equal to the number of members stands for none: the other member just moves. ``ceiling`` bounds the
-        cost that the light bin may come to.
+        One of the two may be nothing: then the other's member just moves. ``ceiling`` bounds the cost that the light
+        bin may come to; with ``pairs`` the light bin may give two.
         """
         a, b = self.items[heavy], self.items[light]
         if not a:
             return None
         tokens_a, cost_a = self._with_none(heavy)
         tokens_b, cost_b = self._with_none(light)
-        moved = tokens_a[:, None] - tokens_b
-        out = cost_a[:, None] - cost_b if by_cost else moved
-        left = np.abs(gap - 2.0 * out)
+        if pairs:
+            first, second = np.triu_indices(len(b), 1)
+            tokens_b = np.concatenate([tokens_b, tokens_b[first] + tokens_b[second]])
+            cost_b = np.concatenate([cost_b, cost_b[first] + cost_b[second]])
+        loads_a, loads_b = (cost_a, cost_b) if by_cost else (tokens_a, tokens_b)
+        left = (gap - 2.0 * loads_a)[:, None] + 2.0 * loads_b
+        np.abs(left, out=left)
         if ceiling is not None:
-            left[out > ceiling - self.costs[light]] = np.inf
+            np.putmask(left, cost_a[:, None] - cost_b > ceiling - self.costs[light], np.inf)
         if capped:
-            left[(moved > self.cap - self.tokens[light]) | (moved < self.tokens[heavy] - self.cap)] = np.inf
+            moved = tokens_a[:, None] - tokens_b
+            np.putmask(left, moved > self.cap - self.tokens[light], np.inf)
+            np.putmask(left, moved < self.tokens[heavy] - self.cap, np.inf)
         if len(a) == 1:
             left[0, -1] = np.inf
         if len(b) == 1:
             left[-1, 0] = np.inf
-        at = int(left.argmin())
-        i, j = divmod(at, left.shape[1])
-        value = float(left[i, j])
-        return (value, i, j) if value < abs(gap) * (1 - 1e-9) else None
+        if len(b) == 2 and pairs:
+            left[-1, -1] = np.inf
+        i, j = divmod(int(left.argmin()), left.shape[1])
+        if not left[i, j] < abs(gap) * (1 - 1e-9):
+            return None
+        taken = b[j : j + 1] if j <= len(b) else [b[k[j - len(b) - 1]] for k in (first, second)]
+        return float(left[i, j]), a[i : i + 1], taken
 
     def _with_none(self, which: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and costs of the members of a bin, and a zero behind them that stands for no member."""
         if which not in self._members:
-            index = self.items[which]
-            self._members[which] = (np.append(self._tokens[index], 0), np.append(self._cost[index], 0.0))
+            index = np.array(self.items[which] + self._none)
+            self._members[which] = (self._tokens[index], self._cost[index])
         return self._members[which]
 
-    def _exchange(self, heavy: int, light: int, i: int, j: int) -> None:
-        self._give(heavy, light, self.items[heavy][i : i + 1], self.items[light][j : j + 1])
-
-    def _give(self, a: int, b: int, from_a: list[int], from_b: list[int]) -> None:
-        """Bin ``a`` gives ``from_a`` and gets ``from_b``."""
+    def _give(self, a: int, b: int, from_a: list[int], from_b: list[int]) -> bool:
+        """Bin ``a`` gives ``from_a`` and gets ``from_b``; True, as an exchange that was made."""
         self.items[a] = [i for i in self.items[a] if i not in from_a] + from_b
         self.items[b] = [i for i in self.items[b] if i not in from_b] + from_a
         for which in (a, b):
             self._members.pop(which, None)
             self._largest.pop(which, None)
             # Summed anew: differences would drift.
-            self.tokens[which] = self._tokens[self.items[which]].sum()
-            self.costs[which] = self._cost[self.items[which]].sum()
+            tokens, cost = self._with_none(which)
+            self.tokens[which], self.costs[which] = tokens.sum(), cost.sum()
+        return True
 
 
 def _sums_of_backs(own: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ _RANKS_GOOD, _RANKS_GOOD_FEW, _FEW_SLOTS = 9e-4, 1.8e-2, 8
 further costs more in lock-step than it wins."""
 _RANKS_LEFT = 0.98
 """An exchange is worth it when it leaves at most this much of the gap between two ranks."""
-_ALLOWANCES = ((0.0, False), (0.005, False), (0.02, False), (np.inf, False), (np.inf, True))
+_ALLOWANCES = ((0.01, False), (0.05, False), (np.inf, False), (np.inf, True))
 """By how much a slot's costliest bin may become costlier for the sake of even ranks, and whether one sample may be
 exchanged for two: under a tight cap on tokens that is what makes a full bin cheaper."""
 _PARTNERS = 12
@@ -105,8 +105,8 @@ class Bins:
     def even_ranks(self, slots: list[list[int]], *, lock_step: bool = False) -> None:
         """Evens the sum of each rank's bins: by swaps of whole bins within a slot, then by exchanges of samples there.
 
-        An exchange that makes a slot's costliest bin costlier costs time in lock-step, so those that do not come
-        first, then those that do so by a little.
+        An exchange that makes a slot's costliest bin costlier costs time in lock-step, so those that do so by little
+        come first.
 
         Args:
             slots: for each slot the bin of each rank; changed in place.
@@ -114,7 +114,7 @@ class Bins:
         """
         table = np.array(slots)
         good = _RANKS_GOOD if len(table) >= _FEW_SLOTS else _RANKS_GOOD_FEW
-        for allowance, pairs in _ALLOWANCES[:1] if lock_step else _ALLOWANCES:
+        for allowance, pairs in ((0.0, False),) if lock_step else _ALLOWANCES:
             for _ in range(10 * table.shape[1]):
                 loads = self.costs[table].sum(axis=0)
                 order = np.argsort(loads, kind="stable")

@@ -42,6 +42,14 @@ def _free_port() -> int:
 RunRanks = Callable[..., list[Any]]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that fork ranks: most of the time of the suite's quick tests is theirs."""
+    for item in items:
+        if "run_ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)
+
+
 @pytest.fixture
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> RunRanks:
     """``run_ranks(function, world, *args)``: what ``function(*args)`` returns on each of ``world`` forked ranks.

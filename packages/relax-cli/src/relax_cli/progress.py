@@ -39,10 +39,11 @@ class Progress:
         self.note("  ".join(parts))
 
     def evaluation(self, rollout_id: int, scalars: dict[str, float]) -> None:
-        """The line of one evaluation."""
+        """The line of one evaluation, of the weights that rollout ``rollout_id`` is, or would be, generated with."""
         shown = {k: v for k, v in scalars.items() if k.endswith("/reward") or "/pass@" in k}
         values = "  ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in shown.items())
-        self.note(f"eval before step {rollout_id}  {values}", style="bold")
+        when = f"after step {rollout_id - 1}" if rollout_id else "before step 0"
+        self.note(f"eval {when}  {values}", style="bold")
 
     def summary(self, rows: Sequence[tuple[str, str]]) -> None:
         """The table at the end of the run."""

@@ -1,6 +1,7 @@
 """The whole loop: Ray, SGLang, megatron-core, weight updates; resume after a kill; nothing left behind."""
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -119,4 +120,17 @@ def test_the_example_runs_as_it_is_shipped(relax: Callable[..., Any], tmp_path: 
     evals = [m["eval/heldout/reward"] for m in run.metrics() if "eval/heldout/reward" in m]
     assert 0 < evals[0] < 0.7, "the start model is right now and then"
     assert max(m["train/logprob_diff_max"] for m in run.steps()) < 1e-4
+    assert {name for m in run.metrics() for name in m} <= documented_metrics() | {"step", "time"}
     assert run.survivors(30) == []
+
+
+def documented_metrics() -> set[str]:
+    """The names in the README's table; one without a group belongs to that of the name before it."""
+    readme = (Path(__file__).resolve().parents[2] / "packages" / "relax-cli" / "README.md").read_text(encoding="utf-8")
+    names: set[str] = set()
+    for row in readme.split("## Metrics")[1].split("## From Python")[0].splitlines():
+        group = ""
+        for name in re.findall(r"`([^`]+)`", row.split("|")[1] if row.startswith("| `") else ""):
+            group, name = name.rsplit("/", 1) if re.match(r"\w+/[^/]+$", name) else (group, name)
+            names.add(f"{group}/{name}")
+    return names | {f"eval/heldout/{n.removeprefix('rollout/')}" for n in names if n.startswith("rollout/")}

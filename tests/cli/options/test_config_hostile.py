@@ -101,6 +101,8 @@ FILES: list[tuple[str, bytes, str]] = [
     ("c.yaml", b"a: &a [*a]", "aliases"),
     ("c.yaml", b"save: " + b"[" * 5_000, "cannot be read (RecursionError)"),
     ("c.yaml", b"save: !!timestamp x", "cannot be read"),
+    ("c.yaml", b"save: !!float", "cannot be read"),
+    ("c.yaml", b"save: a\0b", "special characters are not allowed"),
     ("c.yaml", b"save: !!python/object/apply:os.system [true]", "could not determine a constructor"),
     ("c.yaml", b"apply_chat_template_kwargs: {1: 2}", "keys are strings"),
     ("c.yaml", b'save: "a\\0b"', "NUL"),
@@ -119,6 +121,32 @@ def test_a_hostile_file_is_a_problem_that_names_it(
     assert name in told
     assert part in told
     assert len(told) < 2000
+
+
+PIECES = [*"[]{}'\"=\n#|>?~-\t:& ", "&a", "*a", "!!int", "!!float", "!!binary", "!!set", "%YAML", "---", "<<"]
+PIECES += ["1e999", "nan", "0x", "null", "true", "2020-01-01", "\\u0000", "\0", "'''", "10**9", "9" * 20, "- "]
+LINES = st.lists(
+    st.tuples(st.sampled_from(sorted(namespace().options)), st.lists(st.sampled_from(PIECES), max_size=5)),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(st.sampled_from([(".toml", " = "), (".yaml", ": ")]), LINES)
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_odd_text_in_a_file_is_a_problem_or_makes_a_plan(
+    workspace: Path, start: list[str], form: tuple[str, str], lines: list[tuple[str, list[str]]]
+) -> None:
+    ending, between = form
+    text = "\n".join(f"{name}{between}{''.join(pieces)}" for name, pieces in lines)
+    (workspace / f"c{ending}").write_text(text)
+    try:
+        config = resolve([*start, "--dry-run", "--config", f"c{ending}"], {})
+    except ConfigError as error:
+        assert error.problems  # noqa: PT017 (either outcome is right)
+    else:
+        assert plan_text(config)
+        assert to_toml(config)
 
 
 @pytest.fixture

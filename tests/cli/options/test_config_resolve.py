@@ -275,3 +275,11 @@ def test_printed_config_shows_defaults_as_comments(workspace: Path, model: list[
     assert "# weight_decay = 0.01" in lines
     assert not any("print_config" in line or "dry_run" in line for line in lines)
     assert os.sep in next(line for line in lines if line.startswith("hf_checkpoint"))
+
+
+@pytest.mark.parametrize("words", [["--config", ""], ["--config", "missing.toml"], ["--config", "a.toml", "b.toml"]])
+def test_without_its_file_nothing_else_is_said_to_be_missing(words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve(words, EMPTY)
+    (problem,) = refused.value.problems
+    assert problem.startswith("--config")

@@ -157,13 +157,13 @@ def _merge(
         if path and path.value is not UNSET
         else Layer()
     )
-    unreadable = bool(file.errors) and not file.failed and not file.values
     layers = (file, environment, command)
     merged: dict[str, Given] = {}
     for layer in layers:
         merged.update(layer.values)
     failed = set().union(*(layer.failed for layer in layers))
     errors = [error for layer in layers for error in layer.errors]
+    unreadable = "config" in failed or (bool(file.errors) and not file.failed and not file.values)
     return merged, errors, failed, not unreadable
 
 

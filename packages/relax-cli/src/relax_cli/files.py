@@ -96,7 +96,21 @@ def _toml_entries(text: str) -> list[_Entry]:
 def _yaml_entries(text: str) -> list[_Entry]:
     import yaml
 
-    loader = _yaml_loader()(text)
+    try:
+        return _compose(_yaml_loader()(text))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark is not None else ""
+        raise ValueError(f"{line}{getattr(error, 'problem', None) or error}") from None
+    except ValueError:
+        raise
+    except Exception as error:  # what PyYAML raises for values that do not fit their tag, and for deep nesting
+        raise ValueError(f"it holds a value that cannot be read ({type(error).__name__})") from None
+
+
+def _compose(loader: Any) -> list[_Entry]:
+    import yaml
+
     try:
         node = loader.get_single_node()
         if node is None:
@@ -111,13 +125,6 @@ def _yaml_entries(text: str) -> list[_Entry]:
                 raise ValueError(f"line {line}: the key {name!r} is not a word")
             entries.append(_Entry(name, loader.construct_object(value, deep=True), line))
         return entries
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f"line {mark.line + 1}: " if mark is not None else ""
-        raise ValueError(f"{line}{getattr(error, 'problem', None) or error}") from None
-    except (AttributeError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        # What PyYAML raises for values that do not fit their tag, and for deep nesting.
-        raise ValueError(f"it holds a value that cannot be read ({type(error).__name__})") from None
     finally:
         loader.dispose()
 

@@ -180,10 +180,12 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH")
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="these contenders, and ours")
     parser.add_argument("--folder", help="where the files are written, and found again by the next run")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(options.folder or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("RELAX_CACHE_DIR", str(folder / "cache"))
         if not (folder / "data.parquet").exists():
             write_files(folder, options.megabytes)
@@ -193,6 +195,8 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|")
         ours: dict[str, float] = {}
         for name, kind in CONTENDERS:
+            if name not in {"ours", *options.only}:
+                continue
             start = command(name, dict(p.split("=", 1) for p in options.python))
             found = {"error": "no uv and no --python"} if start is None else {}
             found = found or measure(name, folder / f"data.{kind}", options.rows, start or [])

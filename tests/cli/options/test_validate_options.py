@@ -236,6 +236,26 @@ def test_warnings(workspace: Path, model: list[str], start: list[str]) -> None:
     assert "4 samples for 8 data-parallel ranks" in idle
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--record-memory-history"], "--memory-recorder memray"),
+        (["--record-memory-history", "--memory-recorder", "memray"], None),
+        (["--sglang-profile", "--num-rollout", "12"], "12th recording"),
+        (["--sglang-profile", "--num-rollout", "11"], None),
+        (["--sglang-profile", "--num-rollout", "90", "--sglang-profile-step-start", "79"], None),
+        (["--sglang-profile", "--num-rollout", "90", "--sglang-profile-step-start", "78"], "12th recording"),
+        (["--sglang-profile", "--num-rollout", "90", "--sglang-profile-step-end", "10"], None),
+        (["--sglang-profile", "--num-rollout", "12", "--sglang-profile-steps", *map(str, range(1, 14))], None),
+    ],
+)
+def test_what_profilers_cannot_do_on_cpu(workspace: Path, start: list[str], words: list[str], told: str | None) -> None:
+    rest = start if "--num-rollout" not in words else [w for w in start if w not in ("--num-rollout", "2")]
+    warnings = resolve([*rest, *words], {}).warnings
+    assert [told in w for w in warnings if told] == ([True] if told else [])
+    assert len(warnings) == (told is not None)
+
+
 def test_staleness_of_what_over_sampling_leaves_can_be_chosen(workspace: Path, start: list[str]) -> None:
     words = ["--over-sampling-batch-size", "48", "--max-staleness", "0"]
     assert resolve([*start, *words], {}).cluster.max_staleness == 0

@@ -16,6 +16,8 @@ from relax_cli.model_facts import ModelFacts
 
 Problems = list[str]
 
+_FATAL_RECORDINGS = 12
+
 
 def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problems]:
     """Everything that is wrong with a configuration.
@@ -329,9 +331,32 @@ def _teaches_nothing(config: RunConfig) -> bool:
     return one and not config.debug.debug_rollout_only
 
 
+def _profiling_warnings(config: RunConfig) -> list[str]:
+    """What the profilers cannot do on a CPU."""
+    if config.layout is None or config.layout.device != "cpu":
+        return []
+    found = []
+    memory, engine = config.memory_profile, config.sglang_profile
+    if memory.record_memory_history and memory.memory_recorder == "torch":
+        found.append(
+            "--record-memory-history records the memory of GPUs and this run has none, so nothing is recorded; "
+            "--memory-recorder memray records the host's"
+        )
+    if engine.sglang_profile:
+        window, length = engine.window(), config.run.num_rollout or _FATAL_RECORDINGS * 100
+        last = length - 1 if window.last is None else min(window.last, length - 1)
+        recorded = last - window.first + 1 if window.steps is None else sum(step < length for step in window.steps)
+        if recorded >= _FATAL_RECORDINGS:
+            found.append(
+                f"--sglang-profile: the {_FATAL_RECORDINGS}th recording of one SGLang server on CPU was seen to crash "
+                "it; record fewer rollouts, for example with --sglang-profile-step-start 2 --sglang-profile-step-end 4"
+            )
+    return found
+
+
 def warnings_of(config: RunConfig) -> list[str]:
     """What is allowed but probably not meant."""
-    found = []
+    found = _profiling_warnings(config)
     batch, layout = config.train.batch, config.layout
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     step = batch.global_batch_size or samples

@@ -33,6 +33,7 @@ class Fleet:
         self._stop, self._note = stop, note
         self._engine_actors: list[Any] = []
         self._trainers: list[Any] = []
+        self._one_node = False
         self._rollout: Any = None
         self._group: Any = None
         self._started = False
@@ -124,6 +125,7 @@ class Fleet:
         from relax_cli.actors.trainer import TrainActor
 
         world = self.shape.train_ranks
+        self._one_node = len({s.node_id for s in slots[:world]}) == 1
         # Generation and training take turns, so the ranks may use all cores between them.
         threads = max(1, (os.cpu_count() or 1) // world) if self.shape.device == "cpu" else 1
         for rank in range(world):
@@ -137,9 +139,8 @@ class Fleet:
             self._trainers.append(create(self.config, rank=rank, world_size=world, threads=threads))
 
     def _setup_trainers(self) -> list[Any]:
-        master = wait_for(
-            self._trainers[0].place.remote(), "rank 0's address", stop=self._stop, deadline_s=SETUP_DEADLINE_S
-        )
+        place = self._trainers[0].place.remote(self._one_node)
+        master = wait_for(place, "rank 0's address", stop=self._stop, deadline_s=SETUP_DEADLINE_S)
         return [t.setup.remote(master) for t in self._trainers]
 
     def _all_trainers(self, method: str, *args: Any) -> list[Any]:

@@ -162,8 +162,9 @@ def _store(rank: int, world: int, timeout: timedelta) -> dist.Store | None:
         return None
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if names:
-        # gloo takes the interface of the host's name otherwise, which others may reach.
+        # Otherwise gloo takes the interface of the host's name, and NCCL any but the loopback: others may reach those.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", names[0])
     listener = None
     if rank == 0:
         # torch's own listens on every interface.

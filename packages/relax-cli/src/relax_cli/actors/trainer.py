@@ -19,13 +19,17 @@ class TrainActor:
         self._trainer: Any = None
         self._link: Any = None
 
-    def place(self) -> tuple[str, int]:
-        """Address of this process's node and a free port on it, for rank 0 to be the rendezvous."""
+    def place(self, one_node: bool) -> tuple[str, int]:
+        """Address of this process's node and a free port on it, for rank 0 to be the rendezvous.
+
+        Args:
+            one_node: all ranks are on it, so that they meet on the loopback and nobody else can reach them.
+        """
         import ray
 
-        ip = ray.util.get_node_ip_address()
+        ip = "127.0.0.1" if one_node else ray.util.get_node_ip_address()
         with socket.socket() as probe:
-            probe.bind(("", 0))
+            probe.bind((ip, 0))
             return ip, probe.getsockname()[1]
 
     def prepare(self) -> None:

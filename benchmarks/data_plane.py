@@ -77,7 +77,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     limits: dict[Any, float] = {}
     for units in options.units:
-        ray.init(num_cpus=8, include_dashboard=False, object_store_memory=512 << 20, log_to_driver=False)
+        ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=512 << 20, log_to_driver=False)
         try:
             if not limits:
                 report("Ray object store", through_object_store(ray), options.rounds, limits)

@@ -224,6 +224,8 @@ def _start(units: int) -> Any:
         ("TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT", _ANSWER_SECONDS),
         ("TQ_SIMPLE_STORAGE_MAX_ATTEMPTS", 1),
         ("TQ_SIMPLE_STORAGE_PROBE_TIMEOUT", 2),
+        # Its 8 threads are a warning a call where there are fewer cores (of which the count here may be twice as many).
+        ("TQ_NUM_THREADS", max(1, min(8, (os.cpu_count() or 1) // 2))),
     ):
         os.environ.setdefault(name, str(value))
     try:

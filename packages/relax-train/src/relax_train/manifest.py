@@ -12,29 +12,16 @@ from typing import Any
 
 from relax_train.folders import FILES, CheckpointError, checkpoints, latest_rollout, place
 from relax_train.settings.checkpoint import LATEST
-from relax_train.settings.model import experts_key
+from relax_train.settings.model import SHAPE_KEYS, experts_key
 
 FORMAT = 1
 MANIFEST = "relax.json"
 _KEYS = {"rollout_id", "world_size", "layout", "dtype", "scheduler", "extra"}
-_ARCHITECTURE = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-    "num_experts",
-    "moe_intermediate_size",
-)
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a ``config.json`` that decide which tensors a model has, those that are not there as None."""
-    found = {key: hf_config.get(key) for key in _ARCHITECTURE}
+    found = {key: hf_config.get(key) for key in SHAPE_KEYS}
     found["num_experts"] = hf_config.get(experts_key(hf_config))
     hidden, heads = found["hidden_size"], found["num_attention_heads"]
     found["num_key_value_heads"] = found["num_key_value_heads"] or heads

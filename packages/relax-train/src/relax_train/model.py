@@ -36,7 +36,7 @@ from relax_train.layout import Layout
 from relax_train.mcore import DistributedDataParallel, DistributedDataParallelConfig, GPTModel, TransformerConfig
 from relax_train.modules import stage_spec
 from relax_train.settings import TrainSettings
-from relax_train.settings.model import MODEL_TYPES
+from relax_train.settings.model import MODEL_TYPES, SHAPE_KEYS
 
 PADDING_LOGIT = -1e30
 """Logit of vocabulary entries that exist only to make the vocabulary divisible; its softmax is exactly 0."""
@@ -123,19 +123,9 @@ def rope_theta(hf_config: Any) -> float:
 
 
 _ARCHITECTURE = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
+    *SHAPE_KEYS,
     "rms_norm_eps",
-    "tie_word_embeddings",
-    "num_experts",
     "num_experts_per_tok",
-    "moe_intermediate_size",
     "norm_topk_prob",
     "decoder_sparse_step",
     "mlp_only_layers",

@@ -10,6 +10,20 @@ from relax_data.options import option
 
 MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of the Hugging Face configurations that :mod:`relax_train.model` can build."""
+SHAPE_KEYS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "num_experts",
+    "moe_intermediate_size",
+)
+"""Keys of ``config.json`` that decide the shapes of the weights."""
 
 
 def read_hf_config(folder: str) -> dict[str, Any]:

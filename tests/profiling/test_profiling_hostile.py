@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from relax_profiling.cli import main
 from relax_profiling.report.build import build_report
 from relax_profiling.snapshot.unpickle import NotASnapshot, load_snapshot
 from relax_profiling.trace import load as load_module
@@ -146,6 +147,27 @@ def test_unescaped_names_cost_at_most_their_event(tmp_path: Path, name: str, rea
     assert [n for n in names if n in NAMES] == [n for n in NAMES if n != "op30"]
     assert len(names) == (60 if readable else 59)
     assert problems == ([] if readable else ["1 events could not be read and are left out"])
+
+
+def test_what_is_no_text_can_be_reported_all_the_same(
+    tmp_path: Path, trace_maker: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of a surrogate pair in a kernel's name, and a byte that is no UTF-8 in the file's name."""
+    t = trace_maker()
+    for i in range(60):
+        t.kernel(10 * i, 5, "half\ud83d")
+    t.kernel(600, 5, "whole\U0001f600")
+    path = t.write(tmp_path / "plain.json")
+    assert b"\\ud83d" in path.read_bytes()
+    path = path.rename(os.fsdecode(os.fsencode(tmp_path) + b"/t\xe9.json"))
+    for arguments in (["report"], ["report", "--json"], ["report", "--html", str(tmp_path / "r.html")]):
+        assert main([*arguments, str(path)]) == 0
+        out = capsys.readouterr().out
+        assert "half\ufffd" in out or "half\\ufffd" in out
+    assert "half\ufffd" in (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert main(["merge", str(path), "-o", str(tmp_path / "merged.json")]) == 0
+    names = {e["name"] for e in json.loads((tmp_path / "merged.json").read_text())["traceEvents"]}
+    assert {"half\ufffd", "whole\U0001f600"} <= names
 
 
 @pytest.mark.parametrize(

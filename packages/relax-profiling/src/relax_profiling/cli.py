@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 # Only the standard library is imported here: --help answers at once, and each command imports what it needs.
 
@@ -66,6 +68,9 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None, *, program: str = "relax-profile") -> int:
     """Runs the command; returns the exit status: 0, 1 when something could not be done, 2 for wrong usage."""
     arguments = build_parser(program).parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):  # a file's name may hold bytes that are no text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     command = {"sglang": _sglang, "report": report, "merge": _merge, "memory": _memory}[arguments.command]
     try:
@@ -105,16 +110,23 @@ def report(arguments: argparse.Namespace) -> int:
         _write(arguments.html, to_html(built))
         print(f"report: {arguments.html}", file=sys.stderr)
     if arguments.json:
-        import orjson
-
-        sys.stdout.buffer.write(orjson.dumps(built.to_json(), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
-        sys.stdout.buffer.write(b"\n")
-        sys.stdout.buffer.flush()
+        print(_json(built.to_json()))
     else:
         from relax_profiling.report.text import to_text
 
         print(to_text(built), end="")
     return 0 if built.traces or built.memory else 1
+
+
+def _json(data: dict[str, Any]) -> str:
+    import json
+
+    import orjson
+
+    try:
+        return orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
+    except TypeError:  # the name of a file holds bytes that are no text
+        return json.dumps(data, indent=2)
 
 
 def _sglang(arguments: argparse.Namespace) -> int:
@@ -176,4 +188,4 @@ def _memory(arguments: argparse.Namespace) -> int:
 
 def _write(path: Path, content: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content, encoding="utf-8")
+    path.write_text(content, encoding="utf-8", errors="backslashreplace")

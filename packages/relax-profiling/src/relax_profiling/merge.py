@@ -102,6 +102,7 @@ def _moved(file: FoundFile, number: int, shift: float) -> Any:
     """The events of one file, as JSON text in pieces, with numbers of their own and on the common clock."""
     pids: dict[Any, int] = {}
     title = f"{file.label}{f' rollout {file.rollout}' if file.rollout is not None else ''} {file.target}".strip()
+    title = title.encode("utf-8", "backslashreplace").decode()  # from the name of a file, which need not be text
 
     def pid(value: Any) -> int:
         key = str(value)

@@ -29,6 +29,11 @@ _MAX_HEAD = 64 << 20
 _BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
 _LAST = re.compile(rb"\}\s*\]")
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+# Half of a surrogate pair is no character: nothing could print it or write it again.
+_LONE_SURROGATE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
 _BAD_ESCAPE = re.compile(rb'\\(?!["\\/bfnrtu])')
 
 
@@ -220,10 +225,14 @@ class TraceReader:
 
 
 def _loads(text: bytes) -> Any:
-    """JSON as it should be, else what is often met instead: NaN, control characters, stray backslashes, bad UTF-8."""
+    """JSON as it should be, else what is often met instead.
+
+    That is NaN, control characters, stray backslashes, bad UTF-8, half characters.
+    """
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
+        text = _LONE_SURROGATE.sub(rb"\\ufffd", text)
         try:
             return json.loads(text.decode("utf-8", "replace"), strict=False)
         except ValueError:

@@ -179,10 +179,9 @@ def test_missing_prompt_file(workspace: Path, start: list[str]) -> None:
 
 def test_what_a_start_needs_is_a_note_of_a_plan(workspace: Path, model: list[str]) -> None:
     found = problems(model)
-    assert len(found) == 3
+    assert len(found) == 2
     assert "exactly one of --num-rollout and --num-epoch" in found[0]
     assert "--rm-type" in found[1]
-    assert found[2].startswith("--n-samples-per-prompt 2 or more")
     assert resolve([*model, "--dry-run"], {}).notes == tuple(found)
 
 
@@ -228,8 +227,13 @@ def test_printing_and_planning_exclude_each_other(workspace: Path, model: list[s
 
 def test_warnings(workspace: Path, model: list[str], start: list[str]) -> None:
     assert resolve(start, {}).warnings == ()
-    (single,) = resolve([*start, "--n-samples-per-prompt", "1", "--entropy-coef", "0.1"], {}).warnings
+    alone = [*start[:-2], "--n-samples-per-prompt", "1"]
+    (single,) = resolve(alone, {}).warnings
     assert "GRPO compares" in single
+    assert "nothing is learned" in single
+    (moved,) = resolve([*alone, "--entropy-coef", "0.1"], {}).warnings
+    assert "only --entropy-coef moves the weights" in moved
+    assert resolve([*alone, "--debug-rollout-only"], {}).warnings == ()
     (balance,) = resolve([*start, "--balance-data"], {}).warnings
     assert balance.startswith("--balance-data: responses to one prompt may fall into different training steps")
     (idle,) = resolve([*start, "--dry-run", "--num-gpus-per-node", "8", "--rollout-batch-size", "1"], {}).warnings

@@ -286,11 +286,6 @@ def _start_needs(config: RunConfig) -> Problems:
         found.append(f"a rollout to run: --start-rollout-id {first} lies behind the last one of --num-rollout {length}")
     if not config.reward.configured and not config.debug.debug_train_only:
         found.append("what scores a response: add --rm-type, --custom-rm-path or --rm-url")
-    if _teaches_nothing(config) and not config.train.algorithm.entropy_coef:
-        found.append(
-            "--n-samples-per-prompt 2 or more, for example 8: GRPO compares the responses to one prompt, and the "
-            "advantage of a single one is always 0, so this run would learn nothing"
-        )
     if config.cluster.fully_async:
         found.append(
             "--fully-async is planned and checked by this version, but it runs --colocate only: remove --fully-async"
@@ -325,12 +320,6 @@ def _machine_problems(config: RunConfig) -> Problems:
     return found
 
 
-def _teaches_nothing(config: RunConfig) -> bool:
-    """Whether every advantage is 0 whatever the rewards are."""
-    one = config.rollout.n_samples_per_prompt == 1 and config.train.algorithm.advantage_estimator == "grpo"
-    return one and not config.debug.debug_rollout_only
-
-
 def _profiling_warnings(config: RunConfig) -> list[str]:
     """What the profilers cannot do on a CPU."""
     if config.layout is None or config.layout.device != "cpu":
@@ -363,10 +352,16 @@ def warnings_of(config: RunConfig) -> list[str]:
     if batch.balance_data:
         several = " (with the one optimizer step a rollout of this run they do not)" if step == samples else ""
         found.append(f"--balance-data: responses to one prompt may fall into different training steps{several}")
-    if _teaches_nothing(config) and config.train.algorithm.entropy_coef:
+    one = config.rollout.n_samples_per_prompt == 1 and config.train.algorithm.advantage_estimator == "grpo"
+    if one and not config.debug.debug_rollout_only:
+        rest = (
+            ": only --entropy-coef moves the weights"
+            if config.train.algorithm.entropy_coef
+            else ", and nothing is learned"
+        )
         found.append(
-            "--n-samples-per-prompt 1: GRPO compares the responses to one prompt, so a single one teaches nothing and "
-            "only --entropy-coef moves the weights; use 2 or more, for example 8"
+            "--n-samples-per-prompt 1: GRPO compares the responses to one prompt, so the advantage of a single one is "
+            f"always 0{rest}; use 2 or more, for example 8"
         )
     if not config.debug.debug_rollout_only and layout is not None and step < layout.dp:
         found.append(

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 from relax_cli import local_ray
 from relax_cli.cluster import connected
@@ -61,6 +62,51 @@ def test_a_deadline_that_passed_is_not_waited_for_twice(ray_init: Callable[..., 
     with pytest.raises(RayStartError, match="within 300 s"), connected(None, min_cpus=1):
         raise AssertionError("not reached")
     assert len(calls) == 1
+
+
+def test_only_what_the_start_has_left_is_ended(ray_init: Callable[..., list[dict[str, Any]]]) -> None:
+    """A process of the caller's own, and the processes below it, are none of Ray's, also those that start meanwhile."""
+    nested = (
+        "import subprocess, sys\n"
+        "for line in sys.stdin: subprocess.Popen(['sleep', '600']); print('started', flush=True)"
+    )
+
+    def family() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", nested], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def grow(process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("go\n")
+        assert process.stdout.readline() == "started\n"
+
+    own = family()
+    grow(own)
+    rays: list[subprocess.Popen[str]] = []
+
+    def leave_processes_and_fail() -> None:
+        grow(own)
+        rays.append(family())
+        grow(rays[0])
+        rays_below.extend(psutil.Process(rays[0].pid).children())
+        fail()
+
+    rays_below: list[psutil.Process] = []
+    ray_init(leave_processes_and_fail, lambda: None)
+    try:
+        with connected(None, min_cpus=1):
+            pass
+        assert not psutil.pid_exists(rays[0].pid)
+        assert [p for p in rays_below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+        assert len(rays_below) == 1
+        assert own.poll() is None
+        assert len(psutil.Process(own.pid).children()) == 2
+    finally:
+        for process in [*psutil.Process(own.pid).children(), own]:
+            process.kill()
+        own.wait()
 
 
 def test_a_long_start_is_not_silent(

@@ -48,7 +48,7 @@ def start_local(ray: Any, note: Callable[[str], None], **options: Any) -> None:
             return
         except Exception as error:
             ray.shutdown()
-            _end(set(psutil.Process().children(recursive=True)) - before)
+            _end(_new_processes(before))
             reason = str(error).strip() or repr(error)
             if attempt == 2 or isinstance(error, TimeoutError):
                 raise RayStartError(
@@ -114,6 +114,15 @@ def _is_dead(process: psutil.Process) -> bool:
         return process.name() in VITAL and process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False  # whoever reaped it knows
+
+
+def _new_processes(before: set[psutil.Process]) -> set[psutil.Process]:
+    """Children that are not in ``before``, and all below them; what the others have started is not Ray's."""
+    found = set(psutil.Process().children()) - before
+    for child in list(found):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= set(child.children(recursive=True))
+    return found
 
 
 def _end(processes: set[psutil.Process]) -> None:

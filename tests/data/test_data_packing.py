@@ -1,5 +1,7 @@
 """Packing and balance: nothing lost, nothing above the cap, counts equal, loads even."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -88,6 +90,18 @@ def test_quality_on_the_lengths_of_a_rollout(dp):
     rank = loads.sum(axis=1)
     assert rank.max() / rank.mean() - 1 <= 0.001
     assert loads.max(axis=0).sum() / loads.mean(axis=0).sum() - 1 <= 0.01
+
+
+def test_many_tiny_samples_beside_a_giant_take_little_memory():
+    """Nothing makes these ranks even, so that exchanges for two are tried too: the table of all would be gigabytes."""
+    tracemalloc.start()
+    try:
+        packed = pack([30000] + [16] * 2000, 32768, dp_size=2, cost=lambda n: n + n**2 / 1e4)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert members(packed) == list(range(2001))
+    assert peak < 256e6
 
 
 @pytest.mark.parametrize("seed", range(3))

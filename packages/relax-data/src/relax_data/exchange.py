@@ -14,6 +14,8 @@ _RANKS_LEFT = 0.98
 _ALLOWANCES = ((0.01, False), (0.05, False), (np.inf, False), (np.inf, True))
 """By how much a slot's costliest bin may become costlier for the sake of even ranks, and whether one sample may be
 exchanged for two: under a tight cap on tokens that is what makes a full bin cheaper."""
+_MOST_EXCHANGES = 1 << 20
+"""Bins with more exchanges of one sample for two are fine-grained enough without, and the table of them is memory."""
 _PARTNERS = 12
 """So many of the lightest bins are tried as partners of the heaviest one."""
 
@@ -197,6 +199,7 @@ class Bins:
             return None
         tokens_a, cost_a = self._with_none(heavy)
         tokens_b, cost_b = self._with_none(light)
+        pairs = pairs and (len(a) + 1) * len(b) * (len(b) - 1) // 2 <= _MOST_EXCHANGES
         if pairs:
             first, second = np.triu_indices(len(b), 1)
             tokens_b = np.concatenate([tokens_b, tokens_b[first] + tokens_b[second]])

@@ -70,6 +70,24 @@ def test_a_shard_that_the_index_names_and_is_not_there(workspace: Path, start: l
     assert f"{workspace / 'small' / 'model-2.safetensors'} is missing" in problem
 
 
+def test_a_file_that_the_index_does_not_name_is_left_alone(workspace: Path, start: list[str], weights: Weights) -> None:
+    small = workspace / "small"
+    (small / "model.safetensors").rename(small / "model-00001-of-00001.safetensors")
+    (small / "model-00001-of-00001.safetensors").write_bytes(weights(SMALL_SHAPES))
+    index = {"weight_map": dict.fromkeys(SMALL_SHAPES, "model-00001-of-00001.safetensors")}
+    (small / "model.safetensors.index.json").write_text(json.dumps(index))
+    (small / "consolidated.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    resolve(start, {})
+
+
+@pytest.mark.parametrize("text", ["", "[", "{}", "[]", '{"weight_map": 7}', "[" * 100_000])
+def test_an_index_that_cannot_be_read_is_named(workspace: Path, start: list[str], text: str) -> None:
+    index = workspace / "small" / "model.safetensors.index.json"
+    index.write_text(text)
+    (problem,) = problems(*start, "--dry-run")
+    assert problem.startswith(f"--hf-checkpoint: {index} cannot be read (")
+
+
 @pytest.mark.parametrize(
     ("changes", "part"),
     [

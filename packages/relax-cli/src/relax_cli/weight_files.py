@@ -20,15 +20,22 @@ def weight_problems(folder: Path, facts: ModelFacts | None) -> list[str]:
     Args:
         facts: what ``config.json`` says of the model; None skips the comparison.
     """
-    files = sorted(folder.glob("*.safetensors"))
     shapes: Shapes = {}
+    try:
+        named = _named(folder)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return [f"{folder / _INDEX} cannot be read ({type(error).__name__}: {error}); download it again"]
     found = []
-    for path in files:
+    # Where there is an index, nothing else is read: an adapter or an older file may lie beside its files.
+    for path in sorted(folder.glob("*.safetensors")):
+        if named is not None and path.name not in named:
+            continue
         try:
             shapes |= read_header(path)
         except (OSError, ValueError, RecursionError) as error:
             found.append(f"{path} {error}; download it again")
-    found += [f"{folder / name} is missing: {_INDEX} names it; download it" for name in _missing(folder)]
+    missing = sorted(name for name in named or () if not os.path.isfile(folder / name))
+    found += [f"{folder / name} is missing: {_INDEX} names it; download it" for name in missing]
     if not found and shapes and facts is not None:
         found += _differences(folder, shapes, facts)
     return found
@@ -63,13 +70,14 @@ def read_header(path: Path) -> Shapes:
     return shapes
 
 
-def _missing(folder: Path) -> list[str]:
-    """Files that the index names and the folder lacks."""
-    try:
-        names = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return []
-    return sorted(str(name) for name in names if not os.path.isfile(folder / str(name)))
+def _named(folder: Path) -> set[str] | None:
+    """Files that the index names; None without one."""
+    path = folder / _INDEX
+    if not path.exists():
+        return None
+    if not path.is_file():  # reading a pipe or a device might never end
+        raise ValueError("it is not a regular file")
+    return set(map(str, json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
 
 
 def _differences(folder: Path, shapes: Shapes, facts: ModelFacts) -> list[str]:

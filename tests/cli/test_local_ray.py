@@ -8,6 +8,8 @@ from typing import Any
 
 import psutil
 import pytest
+from ray._private import services
+from ray.exceptions import RpcError
 from relax_cli import local_ray
 from relax_cli.cluster import connected
 from relax_cli.local_ray import RayStartError
@@ -123,6 +125,26 @@ def test_a_long_start_is_not_silent(
     with connected(None, min_cpus=1, note=note):
         pass
     assert told[0].startswith("waiting for Ray to start on this machine (")
+
+
+def test_a_gcs_that_is_slow_to_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [RpcError("Deadline Exceeded"), {}, {b"\xab": "info"}]
+
+    class Client:
+        def __init__(self, address: str) -> None:
+            assert address == "host:1"
+
+        def get_all_node_info(self, timeout: float) -> Any:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    monkeypatch.setattr("ray._raylet.GcsClient", Client)
+    monkeypatch.setattr(services, "get_node", lambda address, node: f"{node} at {address}")
+    with local_ray._registration_watched(set(psutil.Process().children())):
+        assert services.get_node("host:1", "ab") == "ab at host:1"
+    assert answers == []
 
 
 KILLING = """

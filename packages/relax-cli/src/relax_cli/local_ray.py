@@ -86,6 +86,7 @@ def _registration_watched(before: set[psutil.Process]) -> Iterator[None]:
     """
     from ray._private import services
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
+    from ray.exceptions import RpcError
 
     get_node, give_up = services.get_node, time.monotonic() + START_DEADLINE_S
 
@@ -95,9 +96,11 @@ def _registration_watched(before: set[psutil.Process]) -> Iterator[None]:
             for process in set(psutil.Process().children()) - before:
                 if _is_dead(process):
                     raise _Died(f"its process {process.name()} ended while it started")
-            client = client or GcsClient(address=gcs_address)
-            if node_id in {node.hex() for node in client.get_all_node_info(timeout=10)}:
-                return get_node(gcs_address, node_id)
+            # A GCS without processor time for an answer is slow, not dead: that one the loop above notices.
+            with contextlib.suppress(RpcError):
+                client = client or GcsClient(address=gcs_address)
+                if node_id in {node.hex() for node in client.get_all_node_info(timeout=10)}:
+                    return get_node(gcs_address, node_id)
             if time.monotonic() > give_up:
                 raise TimeoutError(f"the raylet did not register within {START_DEADLINE_S:.0f} s")
             time.sleep(0.2)

@@ -46,6 +46,7 @@ def test_padding_of_the_vocabulary_has_no_probability(run_ranks: Any, harness: A
         ({"model_type": "llama"}, "model_type 'llama'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "'yarn'"),
     ],
 )

@@ -108,6 +108,16 @@ def test_weights_of_another_model_than_the_configuration(
     assert part in problem
 
 
+def test_quantised_weights_are_for_generation_only(workspace: Path, start: list[str], weights: Weights) -> None:
+    small = workspace / "small"
+    (small / "model.safetensors").write_bytes(weights({"model.layers.0.self_attn.q_proj.qweight": [8, 8]}))
+    settings = {**json.loads((small / "config.json").read_text()), "quantization_config": {"quant_method": "awq"}}
+    (small / "config.json").write_text(json.dumps(settings))
+    (problem,) = problems(*start)
+    assert problem.startswith(f"--hf-checkpoint: {small} is quantised")
+    resolve([*start, "--debug-rollout-only"], {})
+
+
 # ---------------------------------------------------------------------- config.json
 
 SIZES = (

@@ -93,7 +93,14 @@ def _weight_problems(config: RunConfig) -> Problems:
             continue
         facts = None
         with contextlib.suppress(ValueError):  # that is said elsewhere
-            facts = ModelFacts.from_config(read_hf_config(folder))
+            hf_config = read_hf_config(folder)
+            if not hf_config.get("quantization_config"):
+                facts = ModelFacts.from_config(hf_config)
+            elif not config.debug.debug_rollout_only:
+                found.append(
+                    f"{option}: {folder} is quantised (quantization_config in config.json), which is for generation "
+                    "only: use the model in bfloat16 or float32"
+                )
         found += [f"{option}: {problem}" for problem in weight_problems(Path(folder), facts)]
     return found
 

@@ -100,6 +100,8 @@ def load_hf_config(folder: str) -> Any:
         refuse("use_sliding_window")
     if getattr(config, "attention_bias", False):
         refuse("attention_bias")
+    if getattr(config, "quantization_config", None):  # its numbers mean nothing without the scales beside them
+        refuse("quantization_config")
     rope_theta(config)
     return config
 

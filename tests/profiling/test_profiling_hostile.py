@@ -201,6 +201,8 @@ def test_fields_of_any_kind_cost_their_events_only(tmp_path: Path, trace_maker: 
         {"ph": "X", "cat": "kernel", "name": "k", "ts": "soon", "dur": 1},
         {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": -4},
         {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 1, "args": {"correlation": "x"}},
+        # All events of a device of its own.
+        {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 1, "args": {"correlation": 2**63, "device": 7}},
         {"ph": "X", "cat": "cpu_op", "ts": 1, "dur": 1},
         {"ph": "X", "cat": "cpu_op", "name": ["a"], "ts": 1, "dur": 1},
         {"ph": "X", "cat": "cuda_runtime", "name": "x", "ts": 1, "dur": 1, "args": {"correlation": [1]}},

@@ -221,6 +221,8 @@ class _Loader:
     def finish(self) -> None:
         """Sorts, and finds the first and last time."""
         trace = self._trace
+        # A device of which every event was refused has none.
+        trace.gpus = {device: gpu for device, gpu in trace.gpus.items() if gpu.start}
         starts = [s.start for s in trace.spans]
         ends = [s.end for s in trace.spans]
         for gpu in trace.gpus.values():

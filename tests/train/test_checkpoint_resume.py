@@ -243,6 +243,25 @@ def test_keeps_the_newest(run_ranks: Any, harness: Any, reference: Any, tmp_path
     assert json.loads((tmp_path / "rollout_11" / "relax.json").read_text())["layout"]["data_parallel_size"] == 1
 
 
+def _without_start_weights(harness: Any, reference: Any, folder: Path) -> Any:
+    from relax_train.checkpoint import load_checkpoint, save_checkpoint
+
+    start = folder / "start"
+    shutil.copytree(reference.folder, start)
+    run = harness(start, {})
+    shutil.rmtree(start)
+    save_checkpoint(folder, 0, run.model, run.optimizer)
+    return load_checkpoint(folder, run.model, run.optimizer)
+
+
+def test_a_save_needs_nothing_of_the_folder_of_start_weights(
+    run_ranks: Any, harness: Any, reference: Any, tmp_path: Path
+) -> None:
+    """A run takes days, in which what it started from may be tidied away."""
+    (loaded,) = run_ranks(_without_start_weights, 1, harness, reference("qwen3"), tmp_path)
+    assert loaded.rollout_id == 0
+
+
 def _edit_manifest(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 

@@ -41,7 +41,6 @@ from relax_train.manifest import (
 from relax_train.mcore import VERSION, tensor_parallel
 from relax_train.model import Model
 from relax_train.optimizer import Optimizer
-from relax_train.settings.model import read_hf_config
 from relax_train.sharded_io import (
     agree,
     check_files,
@@ -169,7 +168,7 @@ def _manifest(rollout_id: int, model: Model, optimizer: Optimizer, extra: dict[s
         "world_size": model.layout.world_size,
         "layout": model.layout.signature,
         "dtype": _dtype_name(model),
-        "model": architecture(read_hf_config(model.hf_folder)),
+        "model": architecture(model.config_json),
         "megatron_core": VERSION,
         "scheduler": optimizer.state_dict(),
         "extra": extra,
@@ -225,7 +224,7 @@ def load_checkpoint(
     if found is None:
         return None
     folder, manifest = found
-    other_model = architecture_problem(manifest, read_hf_config(model.hf_folder), folder)
+    other_model = architecture_problem(manifest, model.config_json, folder)
     if other_model is not None:
         raise ValueError(f"--load: {other_model}")
     if optimizer is not None:
@@ -390,7 +389,7 @@ def _exported_config(model: Model) -> dict[str, Any]:
     """The configuration as it was given, but for the precision: transformers 5 would write it with keys that versions
     before it skip in silence (``rope_parameters``, ``num_local_experts``), and they would compute with their defaults.
     """
-    config = read_hf_config(model.hf_folder)
+    config = dict(model.config_json)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = _dtype_name(model)
     return config
 

@@ -36,7 +36,7 @@ from relax_train.layout import Layout
 from relax_train.mcore import DistributedDataParallel, DistributedDataParallelConfig, GPTModel, TransformerConfig
 from relax_train.modules import stage_spec
 from relax_train.settings import TrainSettings
-from relax_train.settings.model import MODEL_TYPES, SHAPE_KEYS
+from relax_train.settings.model import MODEL_TYPES, SHAPE_KEYS, read_hf_config
 
 PADDING_LOGIT = -1e30
 """Logit of vocabulary entries that exist only to make the vocabulary divisible; its softmax is exactly 0."""
@@ -51,6 +51,7 @@ class Model:
         config: megatron-core's; the schedules read their hooks from it.
         hf_config: the transformers configuration it was built from.
         hf_folder: folder of that configuration (tokenizer files are copied from there).
+        config_json: that configuration as its file had it; a save needs nothing of the folder.
         vocab_size: entries of the vocabulary, as in the Hugging Face checkpoint.
         padded_vocab_size: the same, raised to a multiple of the tensor-parallel size.
         tied: whether the output layer shares the weights of the input embedding.
@@ -62,6 +63,7 @@ class Model:
     layout: Layout
     hf_config: Any
     hf_folder: str
+    config_json: dict[str, Any]
     vocab_size: int
     padded_vocab_size: int
     tied: bool
@@ -287,6 +289,7 @@ def build_model(settings: TrainSettings, layout: Layout, *, folder: str | None =
         layout=layout,
         hf_config=hf_config,
         hf_folder=folder,
+        config_json=read_hf_config(folder),
         vocab_size=vocab,
         padded_vocab_size=padded,
         tied=bool(hf_config.tie_word_embeddings),

@@ -116,5 +116,6 @@ def _check_room(context: GenerationContext, groups: Mapping[str, list[SampleGrou
             if context.room(group.prompt) < 1:
                 raise ValueError(
                     f"{group.prompt.source} (--eval-prompt-data {name}): the prompt of {len(group.prompt.input_ids)} "
-                    f"tokens leaves no room within --rollout-max-context-len {limit}; remove the row or raise the limit"
+                    f"tokens leaves no room in the {limit} tokens of a sample (--rollout-max-context-len, or what the "
+                    "model allows); remove the row or raise the limit"
                 )

@@ -144,8 +144,9 @@ class Rollout:
         prompt, limit = group.prompt, self.settings.rollout_max_context_len
         assert limit is not None, "without a limit every prompt has room"
         logger.warning(
-            "%s: dropped, its prompt of %d tokens leaves no room for a response within --rollout-max-context-len %d; "
-            "filter such rows with --rollout-max-prompt-len %d",
+            "%s: dropped, its prompt of %d tokens leaves no room for a response in the %d tokens of a sample "
+            "(--rollout-max-context-len, or what the model and --max-tokens-per-gpu allow); filter such rows with "
+            "--rollout-max-prompt-len %d",
             prompt.source,
             len(prompt.input_ids),
             limit,

@@ -82,6 +82,15 @@ def test_resuming_from_the_save_folder_is_fine_before_it_exists(tmp_path: Path) 
     assert CheckpointSettings(load=folder, save=folder, save_interval=1).problems() == []
 
 
+@pytest.mark.parametrize(
+    ("export", "problems"), [("rollout_{rollout_id}", 1), ("rollout_{rollout_id}/", 1), ("hf/rollout_{rollout_id}", 0)]
+)
+def test_an_export_does_not_replace_the_checkpoint_of_its_name(tmp_path: Path, export: str, problems: int) -> None:
+    found = CheckpointSettings(save=str(tmp_path), save_hf=f"{tmp_path}/{export}").problems()
+    assert len(found) == problems
+    assert all("would replace the checkpoints of --save" in p for p in found)
+
+
 def test_a_folder_without_checkpoints_is_no_place_to_resume_from(tmp_path: Path) -> None:
     """Else a mistyped path would train from the start weights."""
     [problem] = CheckpointSettings(load=str(tmp_path), save=str(tmp_path / "other")).problems()

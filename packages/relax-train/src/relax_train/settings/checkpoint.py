@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from typing import ClassVar
 
 from relax_data.options import option
@@ -61,6 +62,11 @@ class CheckpointSettings:
                 found.append("--save-interval has no effect without --save or --save-hf; add one of them or remove it")
         if self.save_hf is not None and ROLLOUT_ID not in self.save_hf:
             found.append(f"--save-hf {self.save_hf}: must hold {ROLLOUT_ID}, for example {self.save_hf}/{ROLLOUT_ID}")
+        if self.save_hf is not None and self._exports_over_checkpoints(self.save_hf):
+            found.append(
+                f"--save-hf {self.save_hf}: would replace the checkpoints of --save, which have these names; choose "
+                f"another one, for example {self.save}/hf_{ROLLOUT_ID}"
+            )
         if self.max_actor_ckpt_to_keep is not None:
             if self.max_actor_ckpt_to_keep < 1:
                 found.append(f"--max-actor-ckpt-to-keep {self.max_actor_ckpt_to_keep}: must be 1 or more")
@@ -69,6 +75,11 @@ class CheckpointSettings:
         if self.start_rollout_id is not None and self.start_rollout_id < 0:
             found.append(f"--start-rollout-id {self.start_rollout_id}: must be 0 or more")
         return found
+
+    def _exports_over_checkpoints(self, save_hf: str) -> bool:
+        folder, name = os.path.split(os.path.abspath(save_hf))
+        named_like_one = re.fullmatch(r"rollout_\d+", name.replace(ROLLOUT_ID, "0")) is not None
+        return self.save is not None and folder == os.path.abspath(self.save) and named_like_one
 
     def _same_folder(self) -> bool:
         return (

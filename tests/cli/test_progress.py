@@ -51,6 +51,16 @@ def test_metrics_survive_a_cut_last_line_and_a_value_that_is_not_finite(tmp_path
     assert rows[0]["train/loss"] is None
 
 
+def test_a_line_cut_by_a_kill_costs_itself_only(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "time": 1.0, "a": 2.0}\n{"step": 1, "ti')
+    tracker = JsonLinesTracker(path)
+    tracker.log({"a": 3.0}, 1)
+    tracker.close()
+    assert [(row["step"], row["a"]) for row in read_metrics(path)] == [(0, 2.0), (1, 3.0)]
+    assert len(path.read_text().splitlines()) == 3
+
+
 def test_tensorboard_reads_what_was_tracked(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,8 @@ class JsonLinesTracker:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
+        if not _ends_a_line(path):  # an earlier start was killed while it wrote
+            self._file.write("\n")
 
     def log(self, scalars: dict[str, float], step: int) -> None:
         finite = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
@@ -81,6 +84,14 @@ class Trackers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for tracker in self._trackers:
             tracker.close()
+
+
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -76,7 +76,9 @@ def way_out(folder: Path) -> str:
 
 def record_files(folder: Path) -> None:
     """Writes ``files.json``: the time, and the size of every other file of a checkpoint."""
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.name != FILES}
+    # NFS keeps files that are removed while open under names of its own for a while.
+    files = [p for p in sorted(folder.iterdir()) if p.name != FILES and not p.name.startswith(".nfs")]
+    sizes = {path.name: path.stat().st_size for path in files}
     (folder / FILES).write_text(json.dumps({"written": time.time(), "files": sizes}), encoding="utf-8")
 
 

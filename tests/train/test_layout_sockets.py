@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -15,20 +16,26 @@ def _listening(master: str) -> tuple[list[str], int]:
     import torch.distributed as dist
     from relax_train.layout import setup_layout
 
+    def listening() -> set[tuple[str, int]]:
+        sockets = psutil.Process().net_connections("inet")
+        return {tuple(s.laddr) for s in sockets if s.status == psutil.CONN_LISTEN}
+
     os.environ["MASTER_ADDR"] = master
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    inherited = listening()  # a rank is forked, and the tests' process may have sockets of its own
     layout = setup_layout(ParallelSettings())
     total = torch.ones(1)
     dist.all_reduce(total, group=layout.gloo_group)
-    sockets = psutil.Process().net_connections("inet")
-    addresses = sorted({s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN})
+    addresses = sorted({ip for ip, _ in listening() - inherited})
     dist.barrier()
     return addresses, int(total)
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "localhost"])
 def test_ranks_of_one_node_listen_on_the_loopback_only(master: str, run_ranks: Callable[..., Any]) -> None:
-    for addresses, total in run_ranks(_listening, 2, master):
+    with socket.create_server(("0.0.0.0", 0)):  # the rank's parent may listen where it likes
+        results = run_ranks(_listening, 2, master)
+    for addresses, total in results:
         assert total == 2
         assert addresses
         assert all(ipaddress.ip_address(a).is_loopback for a in addresses), addresses

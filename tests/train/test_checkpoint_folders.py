@@ -53,6 +53,19 @@ def crash_at_rename(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(Path, "rename", counted)
 
 
+def test_a_first_checkpoint_that_nothing_points_to_is_found(tmp_path: Path) -> None:
+    """The first save was killed just before it wrote ``latest``; with several checkpoints it is for the user to say."""
+    assert latest_rollout(tmp_path) is None
+    save(tmp_path, 3)
+    (tmp_path / "latest").unlink()
+    assert latest_rollout(tmp_path) == 3
+    assert manifest.find(tmp_path) is not None
+    save(tmp_path, 5)
+    (tmp_path / "latest").unlink()
+    with pytest.raises(CheckpointError, match="write one of rollout_3, rollout_5 into it"):
+        manifest.find(tmp_path)
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_crash_between_the_renames_loses_neither_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int

@@ -43,7 +43,9 @@ def checkpoints(directory: Path) -> list[str]:
 
 
 def latest_rollout(directory: Path) -> int | None:
-    """The rollout that ``latest`` names; None when there is no such file.
+    """The rollout that ``latest`` names; without such a file the only one that is there, if there is one.
+
+    The first save may be killed after its checkpoint is there and before ``latest`` names it.
 
     Raises:
         ValueError: the file names something that is not there.
@@ -52,7 +54,8 @@ def latest_rollout(directory: Path) -> int | None:
     try:
         name = pointer.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        return None
+        ids = _ids(directory)
+        return ids[0] if len(ids) == 1 else None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{pointer} cannot be read: {error}; write the name of a checkpoint there into it") from error
     match = _NAME.fullmatch(name)

@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from relax_profiling.cli import main
 from relax_profiling.report.build import build_report
@@ -233,6 +234,106 @@ def test_events_read_one_by_one_say_the_same(monkeypatch: pytest.MonkeyPatch) ->
     assert all((fast.flops, fast.collectives, fast.spans, fast.processes))
     for mine, other in ((slow.gpus, fast.gpus), (slow.threads, fast.threads)):
         assert {k: vars(v) for k, v in mine.items()} == {k: vars(v) for k, v in other.items()}
+
+
+def event(fields: str) -> str:
+    return '{"traceEvents": [EVENTS, {"ph": "X", "ts": 1, "dur": 1, ' + fields + "}]}"
+
+
+DAMAGE = {
+    "huge base time": '{"baseTimeNanoseconds": HUGE, "traceEvents": [EVENTS]}',
+    "no number for a base time": '{"baseTimeNanoseconds": NaN, "traceEvents": [EVENTS]}',
+    "types that are no list": event(
+        '"cat": "cpu_op", "name": "aten::mm", "args": {"Input Dims": [[2, 2], [2, 2]], "Input type": {"a": 1}}'
+    ),
+    "huge shapes": event('"cat": "cpu_op", "name": "aten::mm", "args": {"Input Dims": [[1e300, 2], [2, 1e300]]}'),
+    "huge batch": event('"cat": "user_annotation", "name": "step[DECODE bs=HUGE]"'),
+    "batch of more digits than Python reads": event(
+        '"cat": "user_annotation", "name": "step[DECODE bs=DIGITS toks=5]"'
+    ),
+    "huge memory": event(
+        '"cat": "cpu_instant_event", "name": "[memory]", "args": {"Device Type": 1, "Device Id": 0, '
+        '"Total Allocated": HUGE}'
+    ),
+    "huge time": '{"traceEvents": [EVENTS, {"ph": "X", "cat": "kernel", "name": "a\\q", "pid": 0, "ts": HUGE}]}',
+    "deep lists behind a stray backslash": event('"name": "a\\q", "args": ' + "[" * 9000 + "]" * 9000),
+    "lists too deep to be written": event('"cat": "cpu_op", "name": "k", "x": ' + "[" * 500 + "]" * 500),
+    "integers too large to be written": event('"name": "a\\q", "x": HUGE'),
+    "a name of no process": '{"traceEvents": [EVENTS, {"ph": "M", "name": "process_name", "args": {"name": "x"}}]}',
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_numbers_and_lists_beyond_measure_cost_their_event_only(
+    tmp_path: Path, trace_maker: Any, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    t = trace_maker()
+    t.operator(-5, 2, "aten::add")
+    t.kernel(0, 10)
+    t.kernel(20, 10)
+    events = ", ".join(json.dumps(e) for e in t.events)
+    path = tmp_path / "engine0-1713780123-TP-0.trace.json"
+    text = DAMAGE[damage].replace("HUGE", "1" + "0" * 400).replace("DIGITS", "9" * 5000)
+    path.write_text(text.replace("EVENTS", events))
+    for arguments in (["report"], ["report", "--json"], ["report", "--html", str(tmp_path / "r.html")]):
+        assert main([*arguments, str(path)]) == 0
+    assert "idle 33.3%" in capsys.readouterr().out
+    assert main(["merge", str(path), "-o", str(tmp_path / "merged.json")]) == 0
+    merged = orjson.loads((tmp_path / "merged.json").read_bytes())["traceEvents"]
+    assert [e["name"] for e in merged if e.get("cat") == "kernel"][:2] == ["gemm", "gemm"]
+
+
+def test_a_trace_without_length_is_reported(
+    tmp_path: Path, trace_maker: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    t = trace_maker()
+    t.operator(5, 0, "aten::add")
+    assert main(["report", str(t.write(tmp_path / "t.json"))]) == 0
+    assert "idle 0.0%" in capsys.readouterr().out
+
+
+def snapshot(**changed: Any) -> dict[str, Any]:
+    block = {"size": 10, "state": "active_allocated", "frames": changed.get("frames", [])}
+    segment = {"device": changed.get("device", 0), "total_size": changed.get("total_size", 10), "blocks": [block]}
+    event = {"action": changed.get("action", "alloc"), "addr": 1, "size": changed.get("size", 5), "frames": []}
+    return {
+        "segments": [segment],
+        "device_traces": [[{**event, "time_us": 1}, {**event, "time_us": changed.get("time_us", 2)}]],
+    }
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"time_us": 10**400},
+        {"time_us": float("nan")},
+        {"size": 10**400},
+        {"size": float("inf"), "action": "oom"},
+        {"total_size": 10**400},
+        {"device": float("inf")},
+        {"size": "5"},
+    ],
+)
+def test_numbers_of_a_snapshot_that_cannot_be_meant(tmp_path: Path, changed: dict[str, Any]) -> None:
+    path = tmp_path / "s.pickle"
+    path.write_bytes(pickle.dumps(snapshot(**changed)))
+    report = build_report([path])
+    assert report.memory == []
+    (problem,) = report.problems
+    assert str(path) in problem
+    assert "no number, or one too large" in problem
+
+
+def test_frames_of_lists_in_lists_are_not_written_out(tmp_path: Path) -> None:
+    """A few hundred bytes of pickle that are gigabytes as text."""
+    many: Any = ["x"]
+    for _ in range(12):
+        many = [many] * 10
+    frames = [{"filename": many, "name": many, "line": many}, {"filename": "a.py", "name": "f", "line": 3}]
+    path = tmp_path / "s.pickle"
+    path.write_bytes(pickle.dumps(snapshot(frames=frames)))
+    (memory,) = build_report([path]).memory
+    assert memory.devices[0].held[0].stack == ("? (?:0)", "f (a.py:3)")
 
 
 class Bomb:

@@ -13,8 +13,8 @@ import orjson
 from relax_profiling.analysis.ranks import clock_offsets
 from relax_profiling.layout import partial_path
 from relax_profiling.runs import FoundFile, find_files
-from relax_profiling.trace.load import Trace, load_trace
-from relax_profiling.trace.reader import Event, NotATrace, TraceReader
+from relax_profiling.trace.load import FURTHEST, Trace, load_trace
+from relax_profiling.trace.reader import Event, NotATrace, TraceReader, event_text
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def _merge(found: Sequence[FoundFile], problems: list[str], out: Path) -> int:
     if not traces:
         raise ValueError("\n".join(["there is no trace to merge", *problems]))
     offsets = _offsets(traces)
-    zero = min(t.base + t.first - offsets[f.path] for f, t in traces if math.isfinite(t.first))
+    zero = min((t.base + t.first - offsets[f.path] for f, t in traces if math.isfinite(t.first)), default=0.0)
     partial = partial_path(out.absolute().parent)
     try:
         with gzip.open(partial, "wb", compresslevel=1) if out.suffix == ".gz" else partial.open("wb") as f:
@@ -72,10 +72,11 @@ def _merge(found: Sequence[FoundFile], problems: list[str], out: Path) -> int:
             first = True
             for number, (file, trace) in enumerate(traces):
                 shift = trace.base - offsets[file.path] - zero
-                for events in _moved(file, number, shift):
+                said = trace.problems.copy()
+                for events in _moved(file, number, shift, said):
                     f.write((b"" if first else b",\n") + events)
                     first = False
-                problems += [f"{file.path}: {p}" for p in trace.problems]
+                problems += [f"{file.path}: {p}" for p in said]
                 logger.info("merged %s", file.path)
             f.write(b"\n]}\n")
         with out.open("xb"):
@@ -98,8 +99,9 @@ def _offsets(traces: list[tuple[FoundFile, Trace]]) -> dict[Path, float]:
     return offsets
 
 
-def _moved(file: FoundFile, number: int, shift: float) -> Any:
+def _moved(file: FoundFile, number: int, shift: float, problems: list[str]) -> Any:
     """The events of one file, as JSON text in pieces, with numbers of their own and on the common clock."""
+    unwritable = 0
     pids: dict[Any, int] = {}
     title = f"{file.label}{f' rollout {file.rollout}' if file.rollout is not None else ''} {file.target}".strip()
     title = title.encode("utf-8", "backslashreplace").decode()  # from the name of a file, which need not be text
@@ -117,12 +119,20 @@ def _moved(file: FoundFile, number: int, shift: float) -> Any:
             moved = _move(event, pid, number, shift, title, named)
             if moved is None:
                 continue
-            written.append(orjson.dumps(moved))
+            text = event_text(moved)
+            if text is None:
+                unwritable += 1
+                continue
+            written.append(text)
             if moved.get("cat") == "user_annotation" and str(moved.get("name", "")).startswith(_STEP_PREFIXES):
                 mark = {"ph": "i", "s": "p", "cat": "step", "name": f"{title}: {moved['name']}"}
-                written.append(orjson.dumps({**mark, "ts": moved["ts"], "pid": moved["pid"], "tid": moved.get("tid")}))
+                written.append(
+                    orjson.dumps({**mark, "ts": moved["ts"], "pid": moved.get("pid"), "tid": moved.get("tid")})
+                )
         if written:
             yield b",\n".join(written)
+    if unwritable:
+        problems.append(f"{unwritable} events hold numbers or lists that cannot be written again and are left out")
     rest = [p for p in pids.values() if p not in named]
     if rest:
         yield b",\n".join(orjson.dumps(_process_name(p, title)) for p in rest)
@@ -138,7 +148,7 @@ def _move(event: Event, pid: Any, number: int, shift: float, title: str, named: 
         moved["pid"] = pid(moved["pid"])
     ts = moved.get("ts")
     if isinstance(ts, (int, float)):
-        if not math.isfinite(ts):
+        if not -FURTHEST < ts < FURTHEST:
             return None
         moved["ts"] = round(ts + shift, 3)
     elif event.get("ph") != "M":
@@ -146,6 +156,6 @@ def _move(event: Event, pid: Any, number: int, shift: float, title: str, named: 
     if "id" in moved:  # arrows connect events of one file only
         moved["id"] = f"{number}.{moved['id']}"
     if moved.get("name") == "process_name" and isinstance(moved.get("args"), dict):
-        named.add(moved["pid"])
+        named.add(moved.get("pid", -1))
         moved["args"] = {"name": f"{title} · {moved['args'].get('name', '')}"}
     return moved

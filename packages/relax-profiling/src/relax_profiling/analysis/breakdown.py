@@ -54,7 +54,11 @@ class Breakdown:
 
     def share(self, part: str) -> float:
         """A part's share of the span, 0 to 1."""
-        return float(getattr(self, part)) / self.span if self.span > 0 else 0.0
+        return self.of_span(float(getattr(self, part)))
+
+    def of_span(self, microseconds: float) -> float:
+        """The share of the span that a time is; 0 for a span without length, as of a single event."""
+        return microseconds / self.span if self.span > 0 else 0.0
 
 
 def device_breakdown(trace: Trace, gpu: GpuColumns) -> Breakdown:

@@ -5,7 +5,7 @@ import re
 
 from relax_profiling.trace.load import Trace
 
-_STEP = re.compile(r"^step\[(\w+)(?:\s+bs=(\d+))?(?:\s+toks=(\d+))?")
+_STEP = re.compile(r"^step\[(\w+)(?:\s+bs=(\d{1,9})\b)?(?:\s+toks=(\d{1,12})\b)?")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,7 +90,7 @@ def straggler(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> 
         if waits is None or waits.collectives < 3 or waits.last < 0.8 * waits.collectives:
             continue
         others = [o for o in traces if o.waits and o is not t and (o.run, o.target) == (t.run, t.target)]
-        waited = max((o.waits.waits / o.breakdown.span for o in others if o.waits), default=0.0)
+        waited = max((o.breakdown.of_span(o.waits.waits) for o in others if o.waits), default=0.0)
         if waited < 0.05:
             continue
         yield Finding(

@@ -65,7 +65,7 @@ def _overview(traces: list[TraceReport]) -> str:
                 milliseconds(b.span),
                 milliseconds(t.step_mean) if t.step_mean is not None else "",
                 *(f"{b.share(part):.1%}" for part, _, _ in _PARTS),
-                f"{t.waits.waits / b.span:.1%}" if t.waits and b.span else "",
+                f"{b.of_span(t.waits.waits):.1%}" if t.waits else "",
                 f"{t.mfu:.1%}" if t.mfu is not None else "",
             ]
         )
@@ -121,9 +121,9 @@ def _bar(t: TraceReport) -> str:
     if b.communication_overlapped:
         legend.append(f"<span>communication behind compute <b>{b.share('communication_overlapped'):.1%}</b></span>")
     causes = [
-        f"<span>{text(IDLE_CAUSES[cause])} <b>{us / b.span:.1%}</b></span>"
+        f"<span>{text(IDLE_CAUSES[cause])} <b>{b.of_span(us):.1%}</b></span>"
         for cause, us in b.idle_causes.items()
-        if b.span and us >= 0.001 * b.span
+        if b.of_span(us) >= 0.001
     ]
     idle = f'<div class="legend soft"><span>idle:</span>{"".join(causes)}</div>' if causes else ""
     bar = f'<div class="bar" role="img" aria-label="shares of time">{pieces}</div>'

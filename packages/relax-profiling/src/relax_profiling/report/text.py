@@ -55,7 +55,7 @@ def _trace(t: TraceReport) -> list[str]:
         f"{b.share('communication_overlapped'):.1%} overlapped   copies {b.share('memory'):.1%}   "
         f"idle {b.share('idle'):.1%}"
     )
-    causes = [f"{IDLE_CAUSES[c]} {us / b.span:.1%}" for c, us in b.idle_causes.items() if us >= 0.001 * b.span]
+    causes = [f"{IDLE_CAUSES[c]} {b.of_span(us):.1%}" for c, us in b.idle_causes.items() if b.of_span(us) >= 0.001]
     if causes:
         lines.append(f"    idle: {', '.join(causes)}")
     if t.mfu is not None:
@@ -67,7 +67,7 @@ def _trace(t: TraceReport) -> list[str]:
         )
     if t.waits is not None:
         lines.append(
-            f"    last at {t.waits.last} of {t.waits.collectives} collectives; waits {t.waits.waits / b.span:.1%} "
+            f"    last at {t.waits.last} of {t.waits.collectives} collectives; waits {b.of_span(t.waits.waits):.1%} "
             "of the time for later ranks"
         )
     for title, entries in (("kernels", t.kernels[:5]), ("operators, own time", t.operators[:5])):

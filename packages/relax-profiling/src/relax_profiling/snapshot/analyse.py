@@ -10,6 +10,8 @@ Frames = tuple[str, ...]
 # Frames of the libraries say how memory is allocated, not for what.
 _LIBRARIES = ("/torch/", "/site-packages/torch", "<frozen", "/lib/python3")
 _SHOWN_FRAMES = 12
+# Bytes and microseconds beyond this are damage, and may be too large to compute with.
+_MOST = 1 << 60
 # Autograd's backward runs on a thread without Python.
 NO_FRAME = "(no Python frame: autograd's backward, or a library's own thread)"
 BEFORE = "(allocated before the recording began)"
@@ -84,6 +86,7 @@ def analyse_snapshot(snapshot: dict[str, Any]) -> list[DeviceMemory]:
         ValueError: when the fields are not those of a snapshot.
     """
     try:
+        _check_numbers(snapshot)
         devices: dict[int, list[dict[str, Any]]] = {}
         for segment in snapshot["segments"]:
             devices.setdefault(int(segment.get("device", 0)), []).append(segment)
@@ -94,6 +97,24 @@ def analyse_snapshot(snapshot: dict[str, Any]) -> list[DeviceMemory]:
         return [_device(i, segments, traces[i] if i < len(traces) else []) for i, segments in sorted(devices.items())]
     except (KeyError, TypeError, AttributeError, IndexError) as e:
         raise ValueError(f"fields are missing or of the wrong kind ({type(e).__name__}: {e})") from e
+
+
+def _check_numbers(snapshot: dict[str, Any]) -> None:
+    """Raises ``ValueError`` for sizes and times that nothing can be computed with."""
+    for segment in snapshot["segments"]:
+        _check(segment, "device", "total_size")
+        for block in segment.get("blocks", ()):
+            _check(block, "size", "requested_size")
+    for events in snapshot.get("device_traces") or []:
+        for event in events:
+            _check(event, "size", "time_us", "device_free")
+
+
+def _check(record: dict[str, Any], *keys: str) -> None:
+    for key in keys:
+        value = record.get(key, 0)
+        if not (isinstance(value, (int, float)) and -_MOST < value < _MOST):
+            raise ValueError(f"a {key} is no number, or one too large to be meant")
 
 
 def _device(device: int, segments: list[dict[str, Any]], events: list[dict[str, Any]]) -> DeviceMemory:
@@ -216,13 +237,17 @@ def frames_text(frames: Any) -> Frames:
         return (NO_FRAME,)
     shown = []
     for frame in frames:
-        file = str(frame.get("filename", "?"))
+        # Text and numbers only: what else stands there may be lists in lists that are longer than any memory as text.
+        file, name, line = (frame.get(key) for key in ("filename", "name", "line"))
+        file = file if isinstance(file, str) else "?"
         if not file or file == "??":
             continue
         path = PurePath(file)
         # The last folders name the library; the full path is the reader's own disk.
         short = "/".join(path.parts[-4:]) if "site-packages" in file else file
-        shown.append(f"{frame.get('name', '?')} ({'/' if short != file else ''}{short}:{frame.get('line', 0)})")
+        function = name if isinstance(name, str) else "?"
+        number = line if isinstance(line, int) and 0 <= line < _MOST else 0
+        shown.append(f"{function} ({'/' if short != file else ''}{short}:{number})")
         if len(shown) == _SHOWN_FRAMES:
             break
     return tuple(shown) or (NO_FRAME,)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from relax_profiling.trace.reader import Event, TraceReader
+from relax_profiling.trace.reader import Event, TraceReader, event_text
 
 
 class Writable(Protocol):
@@ -45,7 +45,8 @@ def cut_to_spans(source: Path, out: Writable, names: set[str]) -> None:
     out.write(b'{"traceEvents":[\n')
     first = True
     for events in reader.chunks():
-        kept = [orjson.dumps(e) for e in events if _belongs(e, inside, launched, names)]
+        belonging = (event_text(e) for e in events if _belongs(e, inside, launched, names))
+        kept = [text for text in belonging if text is not None]
         if kept:
             out.write((b"" if first else b",\n") + b",\n".join(kept))
             first = False

@@ -17,7 +17,9 @@ from relax_profiling.trace.reader import Event, NotATrace, TraceReader
 COMPUTE, COMMUNICATION, MEMORY = 0, 1, 2
 
 # Microseconds: a duration of four months and a time of three thousand years are damage.
-_LONGEST, _FURTHEST = 1e13, 1e17
+_LONGEST, FURTHEST = 1e13, 1e17
+# Bytes and operations beyond any machine are damage too, and may be too large to compute with.
+_MOST_BYTES, _MOST_FLOPS = 1 << 60, 1e30
 # NCCL and RCCL, and the all-reduce kernels that inference engines bring themselves.
 _COMMUNICATION_KERNEL = re.compile(
     r"^(nccl|rccl)|cross_device_reduce|one_shot_all_reduce|two_shot_all_reduce|multimem_all_reduce|"
@@ -128,7 +130,8 @@ class Trace:
     def base(self) -> float:
         """Microseconds since the epoch of this trace's zero."""
         value = self.meta.get("baseTimeNanoseconds", 0)
-        return value / 1000 if isinstance(value, (int, float)) else 0.0
+        known = isinstance(value, (int, float)) and -FURTHEST * 1000 < value < FURTHEST * 1000
+        return value / 1000 if known else 0.0
 
     @property
     def gpu_name(self) -> str | None:
@@ -240,7 +243,7 @@ class _Loader:
 
     def _operator(self, e: Fields) -> None:
         start, duration, name = e.ts, e.dur, e.name
-        if not (0.0 <= duration < _LONGEST and -_FURTHEST < start < _FURTHEST):
+        if not (0.0 <= duration < _LONGEST and -FURTHEST < start < FURTHEST):
             raise ValueError("impossible time")
         name_id = self._name_ids.get(name)
         if name_id is None:
@@ -260,7 +263,10 @@ class _Loader:
         counted = self._counted.get(key)
         if counted is None:
             types = orjson.loads(key[2]) if key[2] else None
-            counted = operator_flops(name, orjson.loads(key[1])), str((types or ["?"])[0])
+            flops = operator_flops(name, orjson.loads(key[1]))
+            if not flops < _MOST_FLOPS:
+                raise ValueError("impossible shapes")
+            counted = flops, str(types[0]) if isinstance(types, list) and types else "?"
             self._counted[key] = counted
         flops, dtype = counted
         if flops:
@@ -268,7 +274,7 @@ class _Loader:
 
     def _device_activity(self, e: Fields) -> None:
         start, duration, name = e.ts, e.dur, e.name
-        if not (0.0 <= duration < _LONGEST and -_FURTHEST < start < _FURTHEST):
+        if not (0.0 <= duration < _LONGEST and -FURTHEST < start < FURTHEST):
             raise ValueError("impossible time")
         arguments = e.args or NO_ARGUMENTS
         device = arguments.device
@@ -298,7 +304,7 @@ class _Loader:
 
     def _launch(self, e: Fields) -> None:
         start, duration = e.ts, e.dur
-        if not (0.0 <= duration < _LONGEST and -_FURTHEST < start < _FURTHEST):
+        if not (0.0 <= duration < _LONGEST and -FURTHEST < start < FURTHEST):
             raise ValueError("impossible time")
         trace = self._trace
         if e.args is not None and e.args.correlation is not None:
@@ -308,7 +314,7 @@ class _Loader:
 
     def _annotation(self, e: Fields) -> None:
         start, duration = e.ts, e.dur
-        if not (0.0 <= duration < _LONGEST and -_FURTHEST < start < _FURTHEST):
+        if not (0.0 <= duration < _LONGEST and -FURTHEST < start < FURTHEST):
             raise ValueError("impossible time")
         self._trace.spans.append(Span(e.name, start, start + duration, e.cat == "gpu_user_annotation"))
 
@@ -316,6 +322,8 @@ class _Loader:
         arguments = e.args or NO_ARGUMENTS
         allocated = arguments.allocated
         if e.name == "[memory]" and arguments.device_type == 1 and isinstance(allocated, int):
+            if not 0 <= allocated < _MOST_BYTES:
+                raise ValueError("impossible size")
             device = int(arguments.device_id or 0)
             peaks = self._trace.allocated
             peaks[device] = max(peaks.get(device, 0), allocated)

@@ -233,14 +233,23 @@ def _loads(text: bytes) -> Any:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
         text = _LONE_SURROGATE.sub(rb"\\ufffd", text)
+    try:
         try:
             return json.loads(text.decode("utf-8", "replace"), strict=False)
         except ValueError:
             repaired = _BAD_ESCAPE.sub(rb"\\\\", text)
             return json.loads(repaired.decode("utf-8", "replace"), strict=False)
-        except RecursionError as e:
-            raise ValueError("nested too deeply") from e
+    except RecursionError as e:
+        raise ValueError("nested too deeply") from e
 
 
 def _only_events(items: list[Any]) -> list[Event]:
     return [e for e in items if isinstance(e, dict)]
+
+
+def event_text(event: Event) -> bytes | None:
+    """An event as JSON; None for one that can be read but not written: integers above 64 bits, deep lists."""
+    try:
+        return orjson.dumps(event)
+    except orjson.JSONEncodeError:
+        return None

@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from relax_profiling.layout import RankTag
 from relax_profiling.memory import MemrayRecorder, TorchRecorder
+from relax_profiling.session import TorchSession
 from relax_profiling.settings import MemoryProfileSettings, TrainProfileSettings
 from relax_profiling.trace.load import Trace, load_trace
 from relax_profiling.training import TrainingObserver, build_observer
@@ -21,7 +23,9 @@ def loop(tmp_path: Path) -> Any:
     """Runs a small real training loop under an observer; returns the traces by target."""
     torch = pytest.importorskip("torch")
 
-    def run(steps: range, *, fail_at: int | None = None, phases: bool = True, **settings: Any) -> dict[str, Trace]:
+    def run(
+        steps: Iterable[int], *, fail_at: int | None = None, phases: bool = True, **settings: Any
+    ) -> dict[str, Trace]:
         observer = build_observer(
             TrainProfileSettings(use_pytorch_profiler=True, **settings),
             MemoryProfileSettings(),
@@ -133,6 +137,117 @@ def test_a_loop_without_train_overall_ends_a_step_when_the_next_begins(tmp_path:
         assert bool(written) == (offset == 3)
     observer.close()
     assert marks(load_trace(written[0]), "train_actor") == ["train_actor#1", "train_actor#2"]
+
+
+def test_steps_beyond_the_window_are_not_recorded_when_its_last_one_never_came(loop: Any) -> None:
+    traces = loop([1, 2, 9, 10], profile_step_start=1, profile_step_end=4)
+    assert marks(traces["train_overall"], "train_overall") == ["train_overall#1", "train_overall#2"]
+
+
+def small_run(observer: TrainingObserver, *, between: Any = lambda step: None) -> list[int]:
+    """Six steps; what was done."""
+    import torch
+
+    observer.before_model()
+    done = []
+    for offset in range(6):
+        with observer.phase("train_overall", offset):
+            torch.ones(4).sum()
+        done.append(offset)
+        between(offset)
+    observer.close()
+    return done
+
+
+class FailingRecorder:
+    """Fails in all that happens during the training."""
+
+    def start(self) -> None:
+        pass
+
+    def dump(self) -> Path | None:
+        raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_training_goes_on_when_nothing_can_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The folder's place is taken by a file in the middle of the window, as it would be lost with its disk."""
+    pytest.importorskip("torch")
+    settings = TrainProfileSettings(use_pytorch_profiler=True, profile_step_start=1, profile_step_end=3)
+    session = TorchSession(settings, tmp_path / "run" / "train_trace", RankTag())
+    observer = TrainingObserver(session, FailingRecorder(), snapshot_after=2)
+    done = small_run(observer, between=lambda step: (tmp_path / "run").write_text("") if step == 2 else None)
+    assert done == [0, 1, 2, 3, 4, 5]
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [m.split(" is lost, and the training goes on: ")[0] for m in said] == [
+        "the memory snapshot",
+        "the training trace",
+        "the memory recording",
+    ]
+    assert "NotADirectoryError" in said[1]
+
+
+def test_training_goes_on_when_torch_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a full disk torch leaves a cut file beside the one that it was asked for, and raises nothing."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(
+        torch.profiler.profile, "export_chrome_trace", lambda self, path: Path(path + ".tmp").write_text("{")
+    )
+    settings = TrainProfileSettings(use_pytorch_profiler=True, profile_step_start=1, profile_step_end=3)
+    observer = build_observer(settings, MemoryProfileSettings(), trace_dir=tmp_path)
+    assert small_run(observer) == [0, 1, 2, 3, 4, 5]
+    assert "is the disk full?" in caplog.text
+    assert list((tmp_path / "train_trace").iterdir()) == []
+
+
+def test_training_goes_on_when_the_profiler_cannot_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch = pytest.importorskip("torch")
+
+    def fail(self: Any) -> None:
+        raise RuntimeError("Profiler is already enabled on this thread")
+
+    monkeypatch.setattr(torch.profiler.profile, "start", fail)
+    settings = TrainProfileSettings(use_pytorch_profiler=True, profile_step_start=1, profile_step_end=3)
+    observer = build_observer(settings, MemoryProfileSettings(), trace_dir=tmp_path)
+    assert small_run(observer) == [0, 1, 2, 3, 4, 5]
+    assert caplog.text.count("the training trace is lost") == 1
+    assert "already enabled" in caplog.text
+
+
+def test_a_fork_leaves_the_recording_to_its_parent(tmp_path: Path) -> None:
+    """A child that ends inside the window by a SIGTERM, as workers of a data loader may, and one that closes all."""
+    program = """
+        import os, signal, sys
+        from relax_profiling.settings import MemoryProfileSettings, TrainProfileSettings
+        from relax_profiling.training import build_observer
+        import torch
+        settings = TrainProfileSettings(use_pytorch_profiler=True, profile_step_start=0, profile_step_end=2)
+        observer = build_observer(settings, MemoryProfileSettings(), trace_dir=sys.argv[1])
+        observer.before_model()
+        for step in range(4):
+            with observer.phase("train_overall", step):
+                torch.ones(4).sum()
+            if step == 1:
+                for ending in (observer.close, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+                    child = os.fork()
+                    if child == 0:
+                        with observer.phase("train_overall", 2):
+                            ending()
+                        os._exit(0)
+                    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.split() == ["0", "-15"]
+    (trace,) = (tmp_path / "train_trace").iterdir()
+    assert marks(load_trace(trace), "train_overall") == [f"train_overall#{i}" for i in range(3)]
 
 
 def test_settings_with_problems_are_refused_together(tmp_path: Path) -> None:

@@ -50,10 +50,15 @@ class TorchSession:
         self.finished = False
         self.files: list[Path] = []
 
-    def begin_step(self, offset: LaunchOffset) -> None:
-        """At the start of a step: the step before the window warms the profiler up, the first one in it starts it."""
+    def begin_step(self, offset: LaunchOffset) -> bool:
+        """At the start of a step: the step before the window warms the profiler up, the first one in it starts it.
+
+        False when nothing more will be recorded; so does :meth:`end_step`.
+        """
+        if self._recording and self._window.is_over(offset):
+            self.close()  # steps were left out: the window's last one never came
         if self.finished:
-            return
+            return False
         if offset in self._window:
             if self._profiler is None:
                 self._prepare(warmup=False)
@@ -63,15 +68,17 @@ class TorchSession:
             self._recorded.append(int(offset))
         elif LaunchOffset(offset + 1) in self._window and self._profiler is None:
             self._prepare(warmup=True)
+        return True
 
     def span(self, name: str, offset: LaunchOffset) -> AbstractContextManager[Any] | None:
         """Marks a phase in the trace; None outside the window."""
         return self._record_function(span_name(name, offset)) if self._recording else None
 
-    def end_step(self, offset: LaunchOffset) -> None:
+    def end_step(self, offset: LaunchOffset) -> bool:
         """At the end of a step: the last one of the window writes the traces."""
         if self._recording and self._window.is_over(LaunchOffset(offset + 1)):
             self.close()
+        return not self.finished
 
     def close(self) -> None:
         """Stops and writes what was recorded, also in the middle of the window."""
@@ -99,7 +106,7 @@ class TorchSession:
         steps = s.profile_step_end - s.profile_step_start + 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self._profiler = profile(
+            profiler = profile(
                 activities=activities,
                 # One more active step than we record: the profiler would stop itself, we stop it.
                 schedule=schedule(wait=0, warmup=int(warmup), active=steps + 1, repeat=1),
@@ -108,7 +115,8 @@ class TorchSession:
                 profile_memory=s.profile_with_memory,
                 with_stack=s.profile_with_stack,
             )
-            self._profiler.start()
+            profiler.start()
+        self._profiler = profiler
         self._record_function = record_function
 
     def _write(self, profiler: Any) -> None:
@@ -117,10 +125,13 @@ class TorchSession:
         raw = partial_path(self._directory)
         try:
             profiler.export_chrome_trace(str(raw))
+            if not raw.exists():  # torch says so in its own log only
+                raise OSError(f"torch could not write a trace into {self._directory}; is the disk full?")
             for target in self._settings.profile_target:
                 self.files.append(self._publish(target, raw))
         finally:
             raw.unlink(missing_ok=True)
+            raw.with_name(raw.name + ".tmp").unlink(missing_ok=True)  # what torch leaves when it fails
         logger.info("training trace of steps %s: %s", self._recorded, ", ".join(map(str, self.files)))
 
     def _publish(self, target: str, raw: Path) -> Path:

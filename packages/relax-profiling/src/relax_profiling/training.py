@@ -20,16 +20,19 @@ import os
 import signal
 import threading
 import types
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from relax_profiling.layout import RankTag, TraceLayout
 from relax_profiling.memory import MemoryRecorder, build_recorder
 from relax_profiling.session import TorchSession
 from relax_profiling.settings import MemoryProfileSettings, TrainProfileSettings
 from relax_profiling.windows import LaunchOffset
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +87,7 @@ class TrainingObserver:
         self._offset: int | None = None  # the step that has begun and not yet ended
         self._closed = False
         self._watching = session is not None or recorder is not None
+        self._process = os.getpid()
         self._old_handler: Any = None
 
     def before_model(self) -> None:
@@ -101,7 +105,7 @@ class TrainingObserver:
             name: ``train_overall`` for the whole step, ``train_log_probs`` or ``train_actor`` for a part of it.
             offset: the step, counted from 0 in this launch.
         """
-        return _Phase(self, name, offset) if self._watching else _NOTHING
+        return _Phase(self, name, offset) if self._watching and os.getpid() == self._process else _NOTHING
 
     def close(self) -> None:
         """Writes what is recorded; at the end of the run, also of a failed one; may be called twice."""
@@ -109,21 +113,22 @@ class TrainingObserver:
             return
         self._closed = True
         self._watching = False
+        if os.getpid() != self._process:
+            return  # a fork, as of a data loader: what is recorded is its parent's, and torch's profiler would hang
         atexit.unregister(self.close)
         self._restore_sigterm()
-        with contextlib.ExitStack() as stack:  # each is closed, also when the other fails
-            if self._recorder is not None:
-                stack.callback(self._recorder.close)
-            if self._session is not None:
-                stack.callback(self._session.close)
+        session, self._session = self._session, None
+        if session is not None:
+            _guarded("the training trace", session.close)
+        if self._recorder is not None:
+            _guarded("the memory recording", self._recorder.close)
 
     def _enter(self, name: str, offset: int) -> AbstractContextManager[Any] | None:
         if self._depth == 0 and offset != self._offset:
             if self._offset is not None:
                 self._end_step(self._offset)
             self._offset = offset
-            if self._session is not None:
-                self._session.begin_step(LaunchOffset(offset))
+            self._tell_session(lambda session: session.begin_step(LaunchOffset(offset)))
         self._depth += 1
         return self._session.span(name, LaunchOffset(offset)) if self._session is not None else None
 
@@ -135,17 +140,25 @@ class TrainingObserver:
 
     def _end_step(self, offset: int) -> None:
         self._offset = None
-        if self._session is not None:
-            self._session.end_step(LaunchOffset(offset))
-            if self._session.finished:
-                self._session = None
+        self._tell_session(lambda session: session.end_step(LaunchOffset(offset)))
         # On the step's number, not on how often we were called: a repeated step counts once.
         if self._snapshot_after is not None and offset + 1 >= self._snapshot_after and self._recorder is not None:
             self._snapshot_after = None
-            path = self._recorder.dump()
+            path = _guarded("the memory snapshot", self._recorder.dump)
             if path is not None:
                 logger.info("memory snapshot after %d steps: %s", offset + 1, path)
         self._watching = self._session is not None or self._snapshot_after is not None
+
+    def _tell_session(self, tell: Callable[[TorchSession], bool]) -> None:
+        """Goes on without a session that is finished, or that failed."""
+        session = self._session
+        if session is None:
+            return
+        running = _guarded("the training trace", lambda: tell(session))
+        if not running:
+            self._session = None
+        if running is None:
+            _guarded("the training trace", session.close)
 
     def _catch_sigterm(self) -> None:
         """A plain SIGTERM ends a process without a word to us; files would stay incomplete."""
@@ -166,6 +179,15 @@ class TrainingObserver:
         self.close()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _guarded(what: str, act: Callable[[], T]) -> T | None:
+    """What ``act`` returns, or None: the training goes on without what cannot be recorded or written."""
+    try:
+        return act()
+    except Exception as e:
+        logger.warning("%s is lost, and the training goes on: %s: %s", what, type(e).__name__, e)
+        return None
 
 
 class _Phase:

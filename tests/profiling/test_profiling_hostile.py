@@ -263,6 +263,47 @@ DAMAGE = {
 }
 
 
+@pytest.mark.parametrize("filler", [" ", "x"])
+def test_an_event_without_end_is_read_up_to_a_limit(
+    tmp_path: Path, trace_maker: Any, monkeypatch: pytest.MonkeyPatch, filler: str
+) -> None:
+    """A small compressed file may unpack to more than the memory holds."""
+    monkeypatch.setattr(reader_module, "_MAX_EVENT", 4 << 20)
+    t = trace_maker()
+    t.kernel(0, 10)
+    events = ", ".join(json.dumps(e) for e in t.events)
+    path = tmp_path / "t.json.gz"
+    with gzip.open(path, "wt", compresslevel=1) as f:
+        f.write('{"traceEvents": [' + events + ", ")
+        for _ in range(16):
+            f.write(filler * ((1 << 20) // len(filler)))
+    names, problems = read(path)
+    assert names[0] == "gemm"
+    assert problems[-1] == "the list of events is cut off; read up to there"
+    assert problems[0] == "an event is longer than 4 MiB"
+
+
+def test_long_events_are_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = []
+
+    class Counting:
+        def finditer(self, text: bytes, start: int = 0) -> Any:
+            searched.append(len(text) - start)
+            return between.finditer(text, start)
+
+        def split(self, text: bytes) -> list[bytes]:
+            return between.split(text)
+
+    between = reader_module._BETWEEN
+    monkeypatch.setattr(reader_module, "_BETWEEN", Counting())
+    path = tmp_path / "t.json"
+    path.write_text('{"traceEvents": [{"name": "a"}, {"name": "' + "x" * (8 << 20) + '"}, {"name": "c"}]}')
+    names, problems = read(path)
+    assert [n[:1] for n in names] == ["a", "x", "c"]
+    assert problems == []
+    assert sum(searched) < 4 * (8 << 20)
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_numbers_and_lists_beyond_measure_cost_their_event_only(
     tmp_path: Path, trace_maker: Any, capsys: pytest.CaptureFixture[str], damage: str

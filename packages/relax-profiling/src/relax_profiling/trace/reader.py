@@ -26,6 +26,8 @@ _BOUNDARY_TRIES = 40
 # The longest run of pieces that is tried as one event when an event holds something that looks like a boundary.
 _MAX_JOIN = 8
 _MAX_HEAD = 64 << 20
+# No event is that long: it is damage, or a small file that unpacks to more than the memory holds.
+_MAX_EVENT = 256 << 20
 _BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
 _LAST = re.compile(rb"\}\s*\]")
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -73,13 +75,19 @@ class TraceReader:
         """
         pieces = self._bytes()
         buffer = self._head(pieces)
+        searched = 0  # no boundary begins before: a long event is not searched again with every piece
         for piece in pieces:
             buffer += piece
             if len(buffer) >= _CHUNK:
-                events, used = self._split(buffer, read)
+                events, used = self._split(buffer, read, searched)
                 if events:
                     yield events
                 del buffer[:used]
+                searched = 0 if used else max(0, len(buffer) - _BOUNDARY_WINDOW)
+                if len(buffer) > _MAX_EVENT:
+                    self.problems.append(f"an event is longer than {_MAX_EVENT >> 20} MiB")
+                    del buffer[_CHUNK:]
+                    break
         events = self._tail(bytes(buffer))
         if events:
             yield events
@@ -148,12 +156,14 @@ class TraceReader:
         if isinstance(fields, dict):
             self.meta.update(fields)
 
-    def _split(self, buffer: bytearray, read: Callable[[bytes], list[Typed]]) -> tuple[list[Typed] | list[Event], int]:
+    def _split(
+        self, buffer: bytearray, read: Callable[[bytes], list[Typed]], searched: int
+    ) -> tuple[list[Typed] | list[Event], int]:
         """The events before the last boundary in the buffer, and how many bytes they and the boundary take."""
-        window = max(0, len(buffer) - _BOUNDARY_WINDOW)
+        window = max(searched, len(buffer) - _BOUNDARY_WINDOW)
         boundaries = list(_BETWEEN.finditer(buffer, window))
         if not boundaries:
-            boundaries = list(_BETWEEN.finditer(buffer))
+            boundaries = list(_BETWEEN.finditer(buffer, searched))
         for boundary in reversed(boundaries[-_BOUNDARY_TRIES:]):
             text = b"[" + bytes(buffer[: boundary.start() + 1]) + b"]"
             with contextlib.suppress(ValueError):

@@ -275,11 +275,12 @@ def test_an_unwritable_cache_costs_time_only(write_jsonl, tmp_path, monkeypatch)
     assert sorted(ids(StreamingDataset(path))) == list(range(200))
 
 
-def test_a_damaged_index_in_the_cache_is_made_again(write_jsonl):
+@pytest.mark.parametrize("left", [b"not an array", b"", b"PK\x03\x04", b"\x93NUMPY"])
+def test_a_damaged_index_in_the_cache_is_made_again(write_jsonl, left):
     path = write_jsonl(rows(200))
     StreamingDataset(path)
     (index,) = (cache.cache_dir() / "index").iterdir()
-    index.write_bytes(b"not an array")
+    index.write_bytes(left)
     assert sorted(ids(StreamingDataset(path))) == list(range(200))
 
 
@@ -351,3 +352,12 @@ class TestPromptSource:
             self.source([path], tokenizer, input_key="prompt")
         with pytest.raises(TypeError, match="only after an epoch"):
             len(self.source([path], tokenizer))
+
+
+def test_a_full_disk_costs_the_index_only(write_jsonl, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.np, "save", fail)
+    assert sorted(ids(StreamingDataset(write_jsonl(rows(200))))) == list(range(200))
+    assert list((cache.cache_dir() / "index").iterdir()) == []

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -65,11 +66,13 @@ def jsonl_index(path: str) -> SparseIndex:
     """The index of a file of lines, from the cache when the file has not changed since."""
     where = _cached(path, "index", ".npy")
     if where.exists():
-        with contextlib.suppress(OSError, ValueError):
+        # numpy takes a damaged file for a zip or a pickle, and raises what these raise.
+        with contextlib.suppress(OSError, ValueError, EOFError, zipfile.BadZipFile):
             rows, offsets = np.load(where)
             return SparseIndex(rows, offsets)
     index = _scan(path)
-    with _new_file(where) as file:
+    # A full disk costs a new scan at each start, like a folder that cannot be written.
+    with contextlib.suppress(OSError), _new_file(where) as file:
         if file is not None:
             np.save(file, np.stack([index.rows, index.offsets]))
     return index

@@ -24,6 +24,16 @@ class Fake:
             time.sleep(60)
         if order == "raise":
             raise ArithmeticError("no such thing")
+        if order == "exit":
+            raise SystemExit(3)
+        odd = {
+            "objects": {"a": np.array([None, "x"], dtype=object)},
+            "records": {"a": np.zeros(2, dtype=[("x", "i4")])},
+            "ragged": {"a": [[1], [1, 2]]},
+            "list": [1],
+        }
+        if order in odd:
+            return odd[order]
         time.sleep(0.05 if order == "slow" else 0)
         return {"pid": np.array([os.getpid()]), "empty": np.zeros((0, 3), np.int16), "order": np.array(list(order))}
 

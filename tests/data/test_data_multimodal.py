@@ -152,3 +152,33 @@ def test_results_keep_the_order_of_the_prompts(fake):
         names = ["slow" if i % 3 == 0 else f"n{i}" for i in range(12)]
         asked = (Prompt(i, 0, "f", "", [], multimodal={"audio": [n]}) for i, n in enumerate(names))
         assert ["".join(f["order"]) for f in pool.process(asked)] == names
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_what_no_processor_should_do_is_an_error_that_names_the_sample(fake, size):
+    orders = ("objects", "records", "ragged", "list", "exit")
+    with ProcessorPool(fake.LoadFake(), size=size) as pool:
+        for order in orders:
+            with pytest.raises(DataError, match=f"sample {order}: the processor"):
+                pool.submit(f"sample {order}", "", {"audio": [order]}).result(60)
+        assert pool.submit("after", "", {"audio": ["fine"]}).result(60)["order"].tolist() == list("fine")
+
+
+def test_a_sample_that_waits_for_room_while_the_pool_closes_is_refused(fake):
+    """It would lie behind the end marks of the workers, and whoever waits for it would wait for ever."""
+    pool = ProcessorPool(fake.LoadFake(), size=1, max_pending=1)
+    pool._room.acquire()
+    refused = []
+
+    def submit():
+        try:
+            pool.submit("late", "", {"audio": ["fine"]})
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    waiting = threading.Thread(target=submit)
+    waiting.start()
+    pool.close()
+    pool._room.release()
+    waiting.join(60)
+    assert refused == ["the processor pool is closed"]

@@ -158,10 +158,14 @@ def run_processor(processor: Any, name: str, text: str, multimodal: dict[str, An
         arguments["text"] = [text]
     try:
         found = processor(**arguments)
-    except Exception as error:
+        features = {key: np.ascontiguousarray(np.asarray(value)) for key, value in found.items()}
+    except (Exception, SystemExit) as error:
         # Processors raise what their parts raise.
         raise DataError(f"{name}: the processor failed: {type(error).__name__}: {error}") from error
-    return {key: np.ascontiguousarray(np.asarray(value)) for key, value in found.items()}
+    for key, array in features.items():
+        if array.dtype.kind in "OV":  # pointers and records: no tensor, and the one means nothing in another process
+            raise DataError(f"{name}: the processor's {key!r} is an array of {array.dtype}, not of numbers or text")
+    return features
 
 
 def _image(item: Any, where: str) -> Any:
@@ -203,13 +207,17 @@ class _Processes:
             for worker in self._workers:
                 worker.stop()
             raise
+        self._closing, self._closed = threading.Lock(), False
         self._threads = [threading.Thread(target=self._serve, args=(w,), daemon=True) for w in self._workers]
         for thread in self._threads:
             thread.start()
 
     def submit(self, job: _Job) -> "concurrent.futures.Future[Features]":
         future: concurrent.futures.Future[Features] = concurrent.futures.Future()
-        self._jobs.put((job, future))
+        with self._closing:  # behind the end marks no worker would ever come to it
+            if self._closed:
+                raise RuntimeError("the processor pool is closed")
+            self._jobs.put((job, future))
         return future
 
     def _serve(self, worker: "_Worker") -> None:
@@ -241,8 +249,10 @@ class _Processes:
         raise ProcessorCrashed(f"{job.name}: the processor's process died on it twice: {'; then '.join(deaths)}")
 
     def close(self) -> None:
-        for _ in self._threads:
-            self._jobs.put(None)
+        with self._closing:
+            self._closed = True
+            for _ in self._threads:
+                self._jobs.put(None)
         for thread in self._threads:
             thread.join()
 

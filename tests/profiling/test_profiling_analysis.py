@@ -243,3 +243,17 @@ def test_the_recorded_ranks(recorded_run: Path) -> None:
     assert waits["train_overall_rank0"].waits > 0.9 * first.communication_exposed
     # Rank 1 sleeps 20 ms between its steps.
     assert second.idle_causes["between"] == pytest.approx(20_000, rel=0.05)
+
+
+def test_clocks_of_ranks_without_a_group_of_all_are_aligned_by_way_of_others(tmp_path: Path, trace_maker: Any) -> None:
+    """Two hosts with tensor parallelism inside and data parallelism between: ranks 0 and 3 share no group."""
+    clocks = (0.0, 0.0, 5e6, 5e6)
+    groups = {"tp0": (0, 1), "tp1": (2, 3), "dp0": (0, 2), "dp1": (1, 3)}
+    makers = [trace_maker() for _ in clocks]
+    for number, (group, members) in enumerate(groups.items()):
+        for rank in members:
+            for call in range(3):
+                makers[rank].collective(clocks[rank] + 1000 * number + 100 * call, 50, group=group)
+    traces = {str(rank): load_trace(t.write(tmp_path / f"{rank}.json")) for rank, t in enumerate(makers)}
+    assert clock_offsets(traces) == {"0": 0.0, "1": 0.0, "2": 5e6, "3": 5e6}
+    assert all(w.waits == 0 for w in rank_waits(traces).values())

@@ -49,23 +49,30 @@ def _keyed(trace: Trace) -> dict[Key, Collective]:
 
 
 def clock_offsets(traces: Mapping[str, Trace]) -> dict[str, float]:
-    """How far each rank's clock is ahead of the first one's, in microseconds; 0 where collectives do not tell."""
+    """How far each rank's clock is ahead of the first one's, in microseconds; 0 where collectives do not tell.
+
+    A rank that shares no group with the first is told by a third one: with tensor and data parallelism no group may
+    hold all ranks.
+    """
+    keyed = {
+        label: {key: c.end for key, c in _keyed(trace).items() if c.kind in _SYNCHRONISING}
+        for label, trace in traces.items()
+    }
     offsets: dict[str, float] = {}
-    reference: dict[Key, Collective] | None = None
-    reference_base = 0.0
-    for label, trace in traces.items():
-        keyed = _keyed(trace)
-        if reference is None:
-            reference, reference_base = keyed, trace.base
-            offsets[label] = 0.0
+    for first in traces:
+        if first in offsets:
             continue
-        differences = [
-            (trace.base - reference_base) + (c.end - reference[key].end)
-            for key, c in keyed.items()
-            if key in reference and c.kind in _SYNCHRONISING
-        ]
-        middle = statistics.median(differences) if differences else 0.0
-        offsets[label] = middle if abs(middle) > _SAME_CLOCK_US else 0.0
+        offsets[first] = 0.0
+        known = [first]
+        for label in known:  # grows while it is gone through
+            for other in traces:
+                shared = () if other in offsets else keyed[label].keys() & keyed[other].keys()
+                if not shared:
+                    continue
+                ahead = traces[other].base - traces[label].base
+                middle = ahead + statistics.median(keyed[other][key] - keyed[label][key] for key in shared)
+                offsets[other] = offsets[label] + (middle if abs(middle) > _SAME_CLOCK_US else 0.0)
+                known.append(other)
     return offsets
 
 

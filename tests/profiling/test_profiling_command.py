@@ -267,3 +267,20 @@ def test_the_page_in_a_browser(recorded_run: Path, tmp_path: Path, width: int) -
     assert seen["scroll"] <= width
     assert seen["out"] == 0
     assert seen["height"] > 1000
+
+
+def test_a_page_never_replaces_what_it_is_made_of(
+    tmp_path: Path, trace_maker: Any, make_snapshot: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    t = trace_maker()
+    t.kernel(0, 10)
+    trace = t.write(tmp_path / "t.json")
+    snapshot = make_snapshot("s.pickle", [(1024, [("f", "a.py", 1)])])
+    link = tmp_path / "link.html"
+    link.symlink_to(snapshot)
+    before = trace.read_bytes(), snapshot.read_bytes()
+    assert main(["report", str(tmp_path), "--html", str(trace)]) == 2
+    assert main(["memory", str(snapshot), "-o", str(snapshot)]) == 2
+    assert main(["memory", str(snapshot), "-o", str(link)]) == 2
+    assert capsys.readouterr().err.count("is one of the recordings that are read") == 3
+    assert (trace.read_bytes(), snapshot.read_bytes()) == before

@@ -103,6 +103,8 @@ def report(arguments: argparse.Namespace) -> int:
 
     if arguments.peak_tflops is not None and not arguments.peak_tflops > 0:
         raise UsageError(f"--peak-tflops {arguments.peak_tflops}: give a number above 0, for instance 989 for an H100")
+    if arguments.html is not None:
+        _check_is_no_input("--html", arguments.html, arguments.paths)
     built = build_report(arguments.paths, peak=arguments.peak_tflops)
     if arguments.html is not None:
         from relax_profiling.report.html import to_html
@@ -176,6 +178,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     from relax_profiling.report.build import build_report
     from relax_profiling.report.html import memory_page
 
+    _check_is_no_input("--out", arguments.out, [arguments.snapshot])
     built = build_report([arguments.snapshot])
     for problem in built.problems:
         print(f"relax-profile: {problem}", file=sys.stderr)
@@ -184,6 +187,14 @@ def _memory(arguments: argparse.Namespace) -> int:
     _write(arguments.out, memory_page(built.memory[0]))
     print(f"memory timeline: {arguments.out}")
     return 0
+
+
+def _check_is_no_input(flag: str, out: Path, paths: Sequence[Path]) -> None:
+    """Raises :class:`UsageError` when the page would replace a recording that it is made of."""
+    from relax_profiling.runs import find_files
+
+    if out.exists() and any(out.samefile(file.path) for file in find_files(paths)[0]):
+        raise UsageError(f"{flag} {out} is one of the recordings that are read; name another file")
 
 
 def _write(path: Path, content: str) -> None:

@@ -174,3 +174,17 @@ def test_balance_is_even_on_real_lengths():
     assert loads.max() / loads.mean() - 1 <= 1e-4
     with pytest.raises(ValueError, match="groups has shape"):
         balance([1.0, 2.0], 2, groups=[1])
+
+
+@pytest.mark.parametrize(
+    "lengths", [[1.9] * 10, np.array([2.0]), [True, True], ["3"], [[1, 2], [2, 1]], [None], [float("nan")], [2**63]]
+)
+def test_lengths_that_are_no_integers_are_refused(lengths):
+    """Cut to integers, ten samples of 1.9 tokens would lie two by two under a cap of 2."""
+    with pytest.raises(ValueError, match="lengths must be a list of integers"):
+        pack(lengths, 2)
+
+
+def test_sums_beyond_64_bits_are_refused():
+    with pytest.raises(ValueError, match="whose sum fits 64 bits"):
+        pack([2**61] * 9, 2**62)

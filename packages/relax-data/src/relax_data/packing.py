@@ -74,7 +74,7 @@ def pack(
     Returns:
         For each rank a list of micro-batches, each a rising list of sample indices; every sample is in exactly one.
         All ranks have the same number. There are empty micro-batches only when there are fewer samples than
-        ``dp_size * multiple_of`` micro-batches.
+        micro-batches, whose number is a multiple of ``dp_size * multiple_of``.
 
     Raises:
         ValueError: a sample is longer than ``max_tokens`` (the message names its index), or an argument is no size.
@@ -110,7 +110,14 @@ def lower_bound(lengths: Sequence[int] | np.ndarray, max_tokens: int, multiple: 
 
 
 def _lengths(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> np.ndarray:
-    tokens = np.asarray(lengths, dtype=np.int64).reshape(-1)
+    given = np.asarray(lengths)
+    integers = given.ndim == 1 and (not given.size or given.dtype.kind in "iu")
+    if not integers or (given.size and max(int(given.max()), given.size * max_tokens) >= 1 << 62):
+        # Half a token cut off would be over the cap unseen, and so would a sum beyond 64 bits.
+        raise ValueError(
+            f"lengths must be a list of integers whose sum fits 64 bits, not {given.dtype} of shape {given.shape}"
+        )
+    tokens = given.astype(np.int64)
     _positive(max_tokens=max_tokens)
     if len(tokens) and tokens.min() < 1:
         raise ValueError(f"sample {int(tokens.argmin())} has {int(tokens.min())} tokens: at least 1 is needed")

@@ -152,6 +152,7 @@ def relax(tmp_path: Path) -> Iterator[Callable[..., Run]]:
                 stderr=subprocess.STDOUT,
                 text=True,
                 env=environment,
+                process_group=0,  # as a shell or a batch system starts it
             )
         run = Run(process, where, output)
         runs.append(run)

@@ -42,7 +42,7 @@ def start_local(ray: Any, note: Callable[[str], None], **options: Any) -> None:
     for attempt in (1, 2):
         before = set(psutil.Process().children())
         try:
-            with _waiting_aloud(note), _registration_watched(before):
+            with _waiting_aloud(note), _registration_watched(before), _in_groups_of_their_own():
                 # Without an address Ray would join any cluster that runs, or once ran, on this machine.
                 ray.init(address="local", **options)
             return
@@ -110,6 +110,28 @@ def _registration_watched(before: set[psutil.Process]) -> Iterator[None]:
         yield
     finally:
         services.get_node = get_node
+
+
+@contextlib.contextmanager
+def _in_groups_of_their_own() -> Iterator[None]:
+    """Inside, Ray's processes are started outside the process group of this one.
+
+    A batch system or ``timeout`` signals the whole group. The run finishes its step then and saves it, which it cannot
+    without Ray. When this process ends, the kernel ends Ray's, whatever their group.
+    """
+    from ray._private import services
+
+    popen = services.ConsolePopen
+
+    class Apart(popen):  # type: ignore[misc, valid-type]
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **{"process_group": 0, **options})
+
+    services.ConsolePopen = Apart
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def _is_dead(process: psutil.Process) -> bool:

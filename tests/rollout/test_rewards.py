@@ -101,7 +101,7 @@ async def test_math_ends_a_comparison_that_does_not_return() -> None:
 async def test_custom_sync_async_and_dict_with_key(hooks: Hooks) -> None:
     path = hooks(
         "mine",
-        "def plain(sample):\n    return len(sample.response)\n"
+        "def plain(sample):\n    return len(sample.response) if sample.label == sample.prompt.label else -1\n"
         "async def later(sample):\n    return {'score': 0.5, 'length': len(sample.response)}\n"
         "def whole(samples):\n    best = max(len(s.response) for s in samples)\n"
         "    return [float(len(s.response) == best) for s in samples]\n",
@@ -247,7 +247,7 @@ async def test_at_most_reward_max_concurrency_calls_at_once(hooks: Hooks) -> Non
 )
 def test_a_function_that_cannot_be_imported(hooks: Hooks, path: str, expected: str) -> None:
     if "raise" in path:
-        path = hooks("unimportable", path) + ":f"
+        path = hooks("unimportable", f"{path}\n\ndef f(sample):\n    return 1.0\n") + ":f"
     with pytest.raises(ValueError, match="--custom-rm-path") as caught:
         build_reward(RewardSettings(custom_rm_path=path))
     assert expected in str(caught.value)

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from relax_rollout.settings import EQUAL_REWARDS_FILTER, SETTINGS, EvalSettings, RewardSettings, RolloutSettings
@@ -87,3 +88,30 @@ def test_settings_import_no_heavy_library() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("def reward(sample): return 1.0", None),
+        ("async def reward(sample): return 1.0", None),
+        ("from elsewhere import score as reward", None),
+        ("from elsewhere import *", None),
+        ("reward = lambda sample: 1.0", None),
+        ("try:\n    import fast\nexcept ImportError:\n    def reward(sample): return 0", None),
+        ("globals()['rew' + 'ard'] = print", None),
+        ("def rewards(sample): return 1.0", "has no function 'reward'; did you mean 'rewards'?"),
+        ("class A:\n    def reward(self): return 1", "has no function 'reward'; it has A"),
+        ("", "it has no function"),
+        ("def reward(sample) return 1", "is no Python"),
+    ],
+)
+def test_a_function_that_is_not_there_is_told_without_importing_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, problem: str | None
+) -> None:
+    (tmp_path / "my_hook.py").write_text(f"raise SystemExit('imported')\n{text}\n")
+    monkeypatch.chdir(tmp_path)
+    for path in ("my_hook:reward", "my_hook.py:reward"):
+        found = RewardSettings(custom_rm_path=path).problems()
+        assert len(found) == (problem is not None)
+        assert problem is None or problem in found[0]

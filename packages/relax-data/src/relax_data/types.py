@@ -98,6 +98,11 @@ class Sample:
     error: str | None = None
 
     @property
+    def label(self) -> Any:
+        """Ground truth of its prompt, or None."""
+        return self.prompt.label
+
+    @property
     def name(self) -> str:
         """How messages call it: the row it came from and its number in the group."""
         return f"{self.prompt.source} response {self.index}"

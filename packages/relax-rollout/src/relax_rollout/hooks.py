@@ -1,11 +1,12 @@
 """Functions of the user, named as ``module:function`` on the command line."""
 
+import ast
 import difflib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ def hook_problem(flag: str, path: str) -> str | None:
     if not colon or not module or not function.isidentifier():
         return f"{flag} {path!r} is not of the form module:function (for example my_rewards:score)"
     if module.endswith(".py"):
-        return None if Path(module).is_file() else f"{flag} {path!r}: there is no file {module}"
+        if not Path(module).is_file():
+            return f"{flag} {path!r}: there is no file {module}"
+        return _text_problem(flag, path, Path(module))
     top = module.partition(".")[0]
-    if top in sys.modules or Path(f"{top}.py").is_file() or Path(top).is_dir():
+    if top in sys.modules or Path(top).is_dir():
         return None
+    if Path(f"{top}.py").is_file():
+        return _text_problem(flag, path, Path(f"{top}.py")) if top == module else None
     try:
         found = importlib.util.find_spec(top) is not None
     except (ImportError, ValueError):
@@ -32,6 +37,40 @@ def hook_problem(flag: str, path: str) -> str | None:
             f"set PYTHONPATH to the folder that holds {top}.py, or write {top}.py:{function} with its path"
         )
     return None
+
+
+def _text_problem(flag: str, path: str, file: Path) -> str | None:
+    """A mistake that the text of a module shows: it is no Python, or binds no such name."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError) as e:
+        return f"{flag} {path!r}: {file} is no Python: {e}"
+    except (OSError, MemoryError, RecursionError):
+        return None
+    functions, others, pending = set[str](), set[str](), list[ast.AST](tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            functions.add(node.name)
+            continue  # what is in it is not the module's
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            others |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name):
+            others.add(node.id)
+        pending += ast.iter_child_nodes(node)
+    # A module can make its names in ways that its text does not show.
+    if {"*", "globals", "locals", "vars", "exec", "setattr", "__getattr__"} & (functions | others):
+        return None
+    name = path.rpartition(":")[2]
+    return None if name in functions | others else _no_function(flag, path, functions)
+
+
+def _no_function(flag: str, path: str, known: Collection[str]) -> str:
+    module, _, name = path.rpartition(":")
+    public = sorted(n for n in known if not n.startswith("_"))
+    near = difflib.get_close_matches(name, public, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(public[:10]) or 'no function'}"
+    return f"{flag} {path!r}: {module} has no function {name!r}{hint}"
 
 
 def load_function(flag: str, path: str) -> Callable[..., Any]:
@@ -54,9 +93,7 @@ def load_function(flag: str, path: str) -> Callable[..., Any]:
         raise ValueError(f"{flag} {path!r}: importing {module_name} failed: {describe(e)}") from e
     if not hasattr(module, name):
         known = [n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n))]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(sorted(known)[:10]) or 'no function'}"
-        raise ValueError(f"{flag} {path!r}: {module_name} has no function {name!r}{hint}")
+        raise ValueError(_no_function(flag, path, known))
     function = getattr(module, name)
     if not callable(function):
         raise ValueError(f"{flag} {path!r} is a {type(function).__name__}, not a function")

@@ -187,7 +187,9 @@ def _finish(config: RunConfig, outcome: Outcome, started: float, seconds: float,
         rows.append((key.removesuffix("/reward"), f"{values[0]:.3f} -> {values[-1]:.3f}"))
     if steps:
         total = sum(m["time/step"] for m in steps)
-        shares = [f"{p} {sum(m.get(f'time/{p}') or 0.0 for m in steps) / total:.0%}" for p in PHASES]
+        spent = {p: sum(m.get(f"time/{p}") or 0.0 for m in steps) / total for p in PHASES}
+        spent["other"] = max(0.0, 1.0 - sum(spent.values()))  # sleep and wake, saving, ...
+        shares = [f"{phase} {share:.0%}" for phase, share in spent.items()]
         rows.append(("time of the steps", ", ".join(shares)))
     plot = config.run_dir / "reward.png"
     if plot_reward(metrics, plot):

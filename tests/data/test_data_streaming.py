@@ -361,3 +361,11 @@ def test_a_full_disk_costs_the_index_only(write_jsonl, monkeypatch):
     monkeypatch.setattr(cache.np, "save", fail)
     assert sorted(ids(StreamingDataset(write_jsonl(rows(200))))) == list(range(200))
     assert list((cache.cache_dir() / "index").iterdir()) == []
+
+
+def test_one_of_several_readers_does_not_loop_for_ever_over_unusable_rows(write_jsonl):
+    path = write_jsonl([{"other": i} for i in range(10)])
+    reader = StreamingDataset(path, rank=1, world_size=3, skip_bad_rows=True)
+    assert [list(reader), list(reader)] == [[], []]
+    with pytest.raises(DataError, match="no prompt in"):  # after as many rows as there are
+        list(reader)

@@ -85,6 +85,7 @@ class StreamingDataset:
         self._turns = _Turns(rank=rank, world_size=world_size)
         self._input_key, self._skip_bad_rows = input_key, skip_bad_rows
         self.drops = Drops()
+        self._unusable = 0  # rows in a row, over epochs
 
     @property
     def rows_per_epoch(self) -> int:
@@ -100,24 +101,23 @@ class StreamingDataset:
         count = self._rows.count
         position = self._turns.next()
         end = (position // count + 1) * count
-        read = usable = 0
         while (position := self._turns.next()) < end:
             sourced = self._rows.at(position)
             # Taken before it is handed out: a state saved while the caller works on the row does not repeat it.
             self._turns.take()
-            read += 1
+            self._unusable += 1
             if sourced is None:
                 continue
             row = sourced.row if isinstance(sourced.row, DataError) else self._item(sourced, position)
             if isinstance(row, StreamedRow):
-                usable += 1
+                self._unusable = 0
                 yield row
             elif self._skip_bad_rows:
                 self.drops.add("unusable row (skip_bad_rows)", str(row))
             else:
                 raise row
-        if read == count and not usable:
-            # Who loops over epochs would do so for ever.
+        if self._unusable >= count:
+            # Who loops over epochs would do so for ever. One of several readers has read its share of as many epochs.
             raise DataError(nothing_left(self._paths, self.drops, count))
 
     def _item(self, sourced: SourcedRow, position: int) -> StreamedRow | DataError:

@@ -460,3 +460,18 @@ def test_a_trace_without_gpu_events_and_one_without_anything(tmp_path: Path, tra
 def test_nothing_at_all(tmp_path: Path) -> None:
     report = build_report([tmp_path])
     assert report.problems == [f"no traces and no memory recordings under {tmp_path}"]
+
+
+def test_what_is_no_file_is_named_and_the_others_are_read(tmp_path: Path, trace_maker: Any) -> None:
+    t = trace_maker()
+    t.kernel(0, 10)
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "loop.json").symlink_to("loop.json")
+    paths = [Path("a" * 300), tmp_path / "pipe.json", tmp_path / "loop.json", t.write(tmp_path / "t.json")]
+    report = build_report(paths)
+    assert len(report.traces) == 1
+    assert [p.split(": ")[1] for p in report.problems] == [
+        "File name too long",
+        "no regular file (a pipe, socket or device)",
+        "there is no such file or folder",
+    ]

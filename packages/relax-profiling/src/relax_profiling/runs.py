@@ -43,23 +43,32 @@ def find_files(roots: Sequence[Path]) -> tuple[list[FoundFile], list[str]]:
     found: list[FoundFile] = []
     problems: list[str] = []
     for root in roots:
-        if root.is_file():
-            file = describe(root)
-            if file is None:
-                problems.append(f"{root}: neither a trace (.json, .json.gz) nor a memory recording (.pickle, .bin)")
-            else:
-                found.append(file)
-        elif root.is_dir():
-            for path in sorted(root.rglob("*")):
-                if path.name.startswith(".") and path.name.endswith(".partial"):
-                    problems.append(f"{path}: left behind by a recording that did not end; not read")
-                hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-                file = describe(path) if not hidden and path.is_file() else None
-                if file is not None:
-                    found.append(file)
-        else:
-            problems.append(f"{root}: there is no such file or folder")
+        try:
+            _find_under(root, found, problems)
+        except OSError as e:  # a name that is too long, a folder that may not be looked into
+            problems.append(f"{root}: {e.strerror or e}")
     return found, problems
+
+
+def _find_under(root: Path, found: list[FoundFile], problems: list[str]) -> None:
+    if root.is_file():
+        file = describe(root)
+        if file is None:
+            problems.append(f"{root}: neither a trace (.json, .json.gz) nor a memory recording (.pickle, .bin)")
+        else:
+            found.append(file)
+    elif root.is_dir():
+        for path in sorted(root.rglob("*")):
+            if path.name.startswith(".") and path.name.endswith(".partial"):
+                problems.append(f"{path}: left behind by a recording that did not end; not read")
+            hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+            file = describe(path) if not hidden and path.is_file() else None
+            if file is not None:
+                found.append(file)
+    elif root.exists():
+        problems.append(f"{root}: no regular file (a pipe, socket or device)")
+    else:
+        problems.append(f"{root}: there is no such file or folder")
 
 
 def describe(path: Path) -> FoundFile | None:

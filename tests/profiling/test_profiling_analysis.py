@@ -257,3 +257,15 @@ def test_clocks_of_ranks_without_a_group_of_all_are_aligned_by_way_of_others(tmp
     traces = {str(rank): load_trace(t.write(tmp_path / f"{rank}.json")) for rank, t in enumerate(makers)}
     assert clock_offsets(traces) == {"0": 0.0, "1": 0.0, "2": 5e6, "3": 5e6}
     assert all(w.waits == 0 for w in rank_waits(traces).values())
+
+
+def test_collectives_of_another_device_in_one_file_are_not_this_ones(tmp_path: Path, trace_maker: Any) -> None:
+    t = trace_maker()
+    for start in (0, 100):
+        t.kernel(start, 50)
+    t.collective(200, 30)
+    t.collective(300, 70)
+    t.events[-2]["args"]["device"] = 1
+    trace = load_trace(t.write(tmp_path / "t.json"))
+    assert [(k.calls, k.time) for k in communication_kinds(trace, trace.gpus[0])] == [(1, 30.0)]
+    assert [(k.calls, k.time) for k in communication_kinds(trace, trace.gpus[1])] == [(1, 70.0)]

@@ -19,12 +19,13 @@ class CommunicationKind:
 
 
 def communication_kinds(trace: Trace, gpu: GpuColumns) -> list[CommunicationKind]:
-    """The kinds of a trace, the most exposed first. Needs a trace of one device."""
-    if not trace.collectives:
+    """The kinds on one device of a trace, the most exposed first."""
+    collectives = [c for c in trace.collectives if trace.gpus.get(c.device) is gpu]
+    if not collectives:
         return []
     compute = union((s, e) for s, e, k in zip(gpu.start, gpu.end, gpu.kind, strict=True) if k == COMPUTE)
     grouped: dict[tuple[str, str, int], list[Interval]] = {}
-    for c in trace.collectives:
+    for c in collectives:
         grouped.setdefault((c.kind, c.group, c.group_size), []).append((c.start, c.end))
     kinds = []
     for (kind, group, size), intervals in grouped.items():

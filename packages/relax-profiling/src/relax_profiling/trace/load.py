@@ -55,6 +55,7 @@ class Collective:
     members: str
     start: float
     end: float
+    device: int = 0
 
 
 class GpuColumns:
@@ -300,7 +301,7 @@ class _Loader:
             group = str(arguments.group or arguments.group_name or "")
             size = arguments.group_size if isinstance(arguments.group_size, int) else 0
             members = str(arguments.members or "")
-            self._trace.collectives.append(Collective(what, group, size, members, start, start + duration))
+            self._trace.collectives.append(Collective(what, group, size, members, start, start + duration, device))
 
     def _launch(self, e: Fields) -> None:
         start, duration = e.ts, e.dur

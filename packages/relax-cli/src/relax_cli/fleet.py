@@ -46,6 +46,9 @@ class Fleet:
         debug = self.config.debug
         slots_needed = max(self.shape.train_ranks, self.shape.engines * self.shape.gpus_per_engine)
         self._group, slots = reserve(slots_needed, gpus=self.shape.device == "cuda", stop=self._stop)
+        parts = [] if debug.debug_train_only else [f"{self.shape.engines} SGLang engine(s)"]
+        parts += [] if debug.debug_rollout_only else [f"{self.shape.train_ranks} trainer rank(s)"]
+        self._note(f"starting {' and '.join(parts)}: their imports alone can take half a minute")
         watched: list[Any] = []
         setup: list[Any] = []
         if not debug.debug_train_only:

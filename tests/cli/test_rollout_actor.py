@@ -39,7 +39,8 @@ def test_relative_paths_are_those_of_the_driver(task: Any, tmp_path: Path, monke
 
 
 def test_an_unusable_filter_is_found_before_the_engines_load(task: Any, tmp_path: Path) -> None:
-    (tmp_path / "filters_of_this_test.py").write_text("def keeps(group):\n    return True\n")
+    # Its text has the name, so that only the import shows that it is gone.
+    (tmp_path / "filters_of_this_test.py").write_text("def keeps(group):\n    return True\nkeep = keeps\ndel keep\n")
     config = resolve(task.flags(dynamic_sampling_filter_path="filters_of_this_test:keep"), {})
     with pytest.raises(ValueError, match=r"--dynamic-sampling-filter-path .* did you mean 'keeps'"):
         RolloutActor(config)

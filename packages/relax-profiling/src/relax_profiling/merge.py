@@ -1,6 +1,5 @@
 """One Perfetto file of all traces of a run: every role and rank as processes of their own, on one clock."""
 
-import gc
 import gzip
 import logging
 import math
@@ -13,7 +12,7 @@ import orjson
 from relax_profiling.analysis.ranks import clock_offsets
 from relax_profiling.layout import partial_path
 from relax_profiling.runs import FoundFile, find_files
-from relax_profiling.trace.load import FURTHEST, Trace, load_trace
+from relax_profiling.trace.load import FURTHEST, Trace, collector_paused, load_trace
 from relax_profiling.trace.reader import Event, NotATrace, TraceReader, event_text
 
 logger = logging.getLogger(__name__)
@@ -40,13 +39,8 @@ def merge_traces(paths: Sequence[Path], out: Path) -> tuple[int, list[str]]:
     if out.exists():
         raise FileExistsError(f"{out} exists; name another file or delete it")
     found, problems = find_files(paths)
-    collecting = gc.isenabled()
-    gc.disable()  # millions of small objects without a cycle: the collector would look at each again and again
-    try:
+    with collector_paused():
         count = _merge(found, problems, out)
-    finally:
-        if collecting:
-            gc.enable()
     return count, problems
 
 

@@ -1,7 +1,6 @@
 """Builds the report from the files of one or more runs."""
 
 import dataclasses
-import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from relax_profiling.snapshot.analyse import DeviceMemory, analyse_snapshot, gro
 from relax_profiling.snapshot.memray_file import read_memray
 from relax_profiling.snapshot.unpickle import NotASnapshot, load_snapshot
 from relax_profiling.trace.flops import peak_tflops
-from relax_profiling.trace.load import GpuColumns, Trace, load_trace
+from relax_profiling.trace.load import GpuColumns, Trace, collector_paused, load_trace
 from relax_profiling.trace.reader import NotATrace
 
 _TOP = 10
@@ -35,13 +34,8 @@ def build_report(paths: Sequence[Path], *, peak: float | None = None) -> Report:
     found, problems = find_files(paths)
     if not found and not problems:
         problems.append(f"no traces and no memory recordings under {', '.join(map(str, paths))}")
-    collecting = gc.isenabled()
-    gc.disable()  # millions of small objects without a cycle: the collector would look at each again and again
-    try:
+    with collector_paused():
         traces = _read_traces([f for f in found if f.role in ("train", "engine", "trace")], peak, problems)
-    finally:
-        if collecting:
-            gc.enable()
     memory = _read_memory([f for f in found if f.role in ("snapshot", "memray")], problems)
     findings = find_advice(traces, memory)
     return Report([str(p) for p in paths], traces, memory, findings, problems)

@@ -1,10 +1,12 @@
 """One trace file in compact columns: what the analysers need, and nothing else of each event."""
 
+import contextlib
 import dataclasses
+import gc
 import math
 import re
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +165,18 @@ class Trace:
         return known
 
 
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """For reading traces: millions of small objects without a cycle, at which the collector looks again and again."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 def load_trace(path: Path) -> Trace:
     """Reads a trace file.
 
@@ -243,9 +257,8 @@ class _Loader:
         trace.collectives.sort(key=lambda c: c.start)
 
     def _operator(self, e: Fields) -> None:
-        start, duration, name = e.ts, e.dur, e.name
-        if not (0.0 <= duration < _LONGEST and -FURTHEST < start < FURTHEST):
-            raise ValueError("impossible time")
+        start, duration = _times(e)
+        name = e.name
         name_id = self._name_ids.get(name)
         if name_id is None:
             name_id = self._trace.name_id(name)
@@ -274,9 +287,8 @@ class _Loader:
             self._trace.flops[dtype] = self._trace.flops.get(dtype, 0.0) + flops
 
     def _device_activity(self, e: Fields) -> None:
-        start, duration, name = e.ts, e.dur, e.name
-        if not (0.0 <= duration < _LONGEST and -FURTHEST < start < FURTHEST):
-            raise ValueError("impossible time")
+        start, duration = _times(e)
+        name = e.name
         arguments = e.args or NO_ARGUMENTS
         device = arguments.device
         if not isinstance(device, int):
@@ -304,9 +316,7 @@ class _Loader:
             self._trace.collectives.append(Collective(what, group, size, members, start, start + duration, device))
 
     def _launch(self, e: Fields) -> None:
-        start, duration = e.ts, e.dur
-        if not (0.0 <= duration < _LONGEST and -FURTHEST < start < FURTHEST):
-            raise ValueError("impossible time")
+        start, duration = _times(e)
         trace = self._trace
         if e.args is not None and e.args.correlation is not None:
             trace.launches[e.args.correlation] = start
@@ -314,9 +324,7 @@ class _Loader:
         trace.runtime_end.append(start + duration)
 
     def _annotation(self, e: Fields) -> None:
-        start, duration = e.ts, e.dur
-        if not (0.0 <= duration < _LONGEST and -FURTHEST < start < FURTHEST):
-            raise ValueError("impossible time")
+        start, duration = _times(e)
         self._trace.spans.append(Span(e.name, start, start + duration, e.cat == "gpu_user_annotation"))
 
     def _memory(self, e: Fields) -> None:
@@ -332,6 +340,14 @@ class _Loader:
     def _metadata(self, e: Fields) -> None:
         if e.ph == "M" and e.name == "process_name" and e.args is not None:
             self._trace.processes.add(str(e.args.name))
+
+
+def _times(e: Fields) -> tuple[float, float]:
+    """Start and duration in microseconds."""
+    start, duration = e.ts, e.dur
+    if not (0.0 <= duration < _LONGEST and -FURTHEST < start < FURTHEST):
+        raise ValueError("impossible time")
+    return start, duration
 
 
 def device_kind(name: str, category: str = "kernel") -> int:

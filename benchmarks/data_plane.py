@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from relax_data.plane import DataPlane, LocalPlane
+from relax_data.plane.base import DataPlane, LocalPlane
 
 SIZES = [(256, 64), (64, 8192)]
 
@@ -71,7 +71,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     import ray
-    from relax_data.transferqueue import TransferQueuePlane
+    from relax_data.plane.transferqueue import TransferQueuePlane
 
     print("| plane | rows x tokens | put rows/s | put MB/s | take rows/s | take MB/s | of the object store |")
     print("|---|---|---|---|---|---|---|")

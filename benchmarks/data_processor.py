@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from relax_data.multimodal import ProcessorPool
+from relax_data.multimodal.processor import ProcessorPool
 
 
 def load() -> Any:

@@ -84,7 +84,7 @@ def write_files(folder: Path, megabytes: int) -> None:
 
 class Ours:
     def __init__(self, path: str):
-        from relax_data.streaming import StreamingDataset
+        from relax_data.prompts.streaming import StreamingDataset
 
         self._data = StreamingDataset(path, buffer_size=BUFFER, seed=0)
 
@@ -214,9 +214,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "--state" in sys.argv:
-        import relax_data.parquet
-        import relax_data.streaming  # noqa: F401
-
         work_as_told(Ours)
     else:
         main()

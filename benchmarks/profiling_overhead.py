@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from relax_profiling.recorders.training import TrainingObserver, build_observer
 from relax_profiling.settings import MemoryProfileSettings, TrainProfileSettings
-from relax_profiling.training import TrainingObserver, build_observer
 
 
 def make_step(width: int, device: str) -> Callable[[], None]:

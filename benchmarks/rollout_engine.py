@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relax_rollout.engine import GenerateRequest, SamplingParams
-from relax_rollout.sglang.client import SGLangEngine
-from relax_rollout.sglang.server import SGLangServer
-from relax_rollout.sglang.settings import SGLangSettings
-from relax_rollout.sglang.weights import Bucket, push_weights
+from relax_rollout.engines.base import GenerateRequest, SamplingParams
+from relax_rollout.engines.sglang.client import SGLangEngine
+from relax_rollout.engines.sglang.server import SGLangServer
+from relax_rollout.engines.sglang.settings import SGLangSettings
+from relax_rollout.weight_sync.push import Bucket, push_weights
 
 BUCKET_BYTES = 512 << 20
 REPEATS = 5

@@ -79,8 +79,8 @@ def sglang_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
     Tests that change its weights push the start weights back.
     """
-    from relax_rollout.sglang.server import SGLangServer
-    from relax_rollout.sglang.settings import SGLangSettings
+    from relax_rollout.engines.sglang.server import SGLangServer
+    from relax_rollout.engines.sglang.settings import SGLangSettings
 
     log_path = tmp_path_factory.mktemp("sglang") / "engine0.log"
     server = SGLangServer(

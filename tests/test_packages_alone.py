@@ -12,11 +12,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # What is imported, and what must not have been installed with it.
 PACKAGES = {
-    "relax-data": ("import relax_data.types, relax_data.packing", {"torch", "ray", "sglang", "transformers"}),
-    "relax-profiling": ("import relax_profiling.sglang, relax_profiling.settings", {"torch", "ray", "sglang"}),
-    "relax-rollout": ("import relax_rollout.loop, relax_rollout.sglang.client", {"ray", "megatron-core"}),
+    "relax-data": ("import relax_data.types, relax_data.packing.pack", {"torch", "ray", "sglang", "transformers"}),
+    "relax-profiling": (
+        "import relax_profiling.recorders.sglang, relax_profiling.settings",
+        {"torch", "ray", "sglang"},
+    ),
+    "relax-rollout": (
+        "import relax_rollout.loop.rollout_loop, relax_rollout.engines.sglang.client",
+        {"ray", "megatron-core"},
+    ),
     "relax-train": ("import relax_train.trainer", {"ray", "sglang"}),
-    "relax-cli": ("import relax_cli.controller, relax_cli.fleet", set()),
+    "relax-cli": ("import relax_cli.run.launch, relax_cli.workers.group", set()),
 }
 
 

@@ -6,13 +6,13 @@ import random
 from typing import Any
 
 import pytest
-from relax_cli.accounts import BookedSource
-from relax_cli.actors.rollout import RolloutActor
-from relax_cli.config import resolve
-from relax_data.ledger import LedgerError
+from relax_cli.config.resolve import resolve
+from relax_cli.workers.accounts import BookedSource
+from relax_cli.workers.rollout import RolloutActor
+from relax_data.prompts.ledger import LedgerError
 from relax_data.types import Prompt, SampleGroup
-from relax_rollout.loop import RolloutResult
-from relax_rollout.rollout import DroppedPrompt
+from relax_rollout.loop.context import DroppedPrompt
+from relax_rollout.loop.rollout_loop import RolloutResult
 
 
 class Numbers:

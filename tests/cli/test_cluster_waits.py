@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
-from relax_cli.cluster import StopFlag, StopRequested, connected, wait_for
-from relax_cli.controller import explanation
+from relax_cli.cluster.ray_cluster import StopFlag, StopRequested, connected, wait_for
+from relax_cli.run.launch import explanation
 
 
 def test_the_first_signal_counts_and_its_time_too() -> None:

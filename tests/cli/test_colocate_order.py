@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_cli.cluster import StopFlag
-from relax_cli.colocate import ColocateRun, Outcome
-from relax_cli.debug_data import save_groups
-from relax_cli.progress import Progress
-from relax_cli.settings import DebugSettings, RunSettings
-from relax_cli.tracking import Trackers
+from relax_cli.cluster.ray_cluster import StopFlag
+from relax_cli.config.settings import DebugSettings, RunSettings
+from relax_cli.controllers.colocate import ColocateRun, Outcome
+from relax_cli.run.debug_data import save_groups
+from relax_cli.run.progress import Progress
+from relax_cli.run.tracking import Trackers
 from relax_data.types import Prompt, SampleGroup, SampleStatus
 from relax_train.settings import CheckpointSettings, ModelSettings, TrainSettings
 from rich.console import Console

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_cli import controller
-from relax_cli.actors.process import actor_environment
-from relax_cli.actors.trainer import _profiles_log_probs
-from relax_cli.cluster import StopFlag, StopRequested
-from relax_cli.colocate import Outcome
-from relax_cli.config import RunConfig, resolve
-from relax_cli.fleet import Fleet
-from relax_cli.tracking import JsonLinesTracker
+from relax_cli.cluster.ray_cluster import StopFlag, StopRequested
+from relax_cli.config.resolve import RunConfig, resolve
+from relax_cli.controllers.colocate import Outcome
+from relax_cli.run import launch as controller
+from relax_cli.run.tracking import JsonLinesTracker
+from relax_cli.workers.group import Fleet
+from relax_cli.workers.process import actor_environment
+from relax_cli.workers.trainer import _profiles_log_probs
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_profile_of_the_log_prob_phase_makes_it_happen(task: Any) -> None:
 def test_every_engine_has_a_sampler_seed_of_its_own(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     import dataclasses
 
-    from relax_cli.cluster import Slot
+    from relax_cli.cluster.ray_cluster import Slot
 
     assert config.layout is not None
     several = dataclasses.replace(config, layout=dataclasses.replace(config.layout, engines=3))

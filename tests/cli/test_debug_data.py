@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from relax_cli.debug_data import load_groups, path_for, save_groups
+from relax_cli.run.debug_data import load_groups, path_for, save_groups
 from relax_data.types import Prompt, SampleGroup, SampleStatus
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_cli.debug_data import load_groups
+from relax_cli.run.debug_data import load_groups
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -1,7 +1,7 @@
 """What the terminal says of an error that came through Ray."""
 
 import pytest
-from relax_cli.controller import explanation
+from relax_cli.run.launch import explanation
 
 
 def test_the_message_stands_without_the_traceback_below_it() -> None:

@@ -4,9 +4,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from relax_cli.lengths import ENGINE_MARGIN
-from relax_rollout.engine import GenerateRequest, GenerateResult, SamplingParams
-from relax_rollout.sglang.client import SGLangEngine
+from relax_cli.checks.lengths import ENGINE_MARGIN
+from relax_rollout.engines.base import GenerateRequest, GenerateResult, SamplingParams
+from relax_rollout.engines.sglang.client import SGLangEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -10,9 +10,9 @@ import psutil
 import pytest
 from ray._private import services
 from ray.exceptions import RpcError
-from relax_cli import local_ray
-from relax_cli.cluster import connected
-from relax_cli.local_ray import RayStartError
+from relax_cli.cluster import local_ray
+from relax_cli.cluster.local_ray import RayStartError
+from relax_cli.cluster.ray_cluster import connected
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_a_gcs_that_is_slow_to_answer_is_asked_again(monkeypatch: pytest.MonkeyP
 KILLING = """
 import threading, time
 import psutil
-from relax_cli.cluster import connected
+from relax_cli.cluster.ray_cluster import connected
 
 def kill_first_raylet():
     while True:

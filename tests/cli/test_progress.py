@@ -4,8 +4,8 @@ import io
 import json
 from pathlib import Path
 
-from relax_cli.progress import Progress, plot_reward
-from relax_cli.tracking import JsonLinesTracker, TensorBoardTracker, Trackers, read_metrics
+from relax_cli.run.progress import Progress, plot_reward
+from relax_cli.run.tracking import JsonLinesTracker, TensorBoardTracker, Trackers, read_metrics
 from rich.console import Console
 
 
@@ -83,7 +83,7 @@ def test_plot_is_a_png_and_nothing_is_drawn_from_nothing(tmp_path: Path) -> None
 
 
 def test_weights_and_biases_writes_its_files_offline(tmp_path: Path) -> None:
-    from relax_cli.tracking import WandbTracker
+    from relax_cli.run.tracking import WandbTracker
 
     tracker = WandbTracker(directory=tmp_path, name="a-run", config={"lr": 1e-6}, project="relax", mode="offline")
     with Trackers([tracker]) as trackers:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_cli.actors.rollout import RolloutActor
-from relax_cli.config import resolve
+from relax_cli.config.resolve import resolve
+from relax_cli.workers.rollout import RolloutActor
 
 
 @pytest.fixture(autouse=True)

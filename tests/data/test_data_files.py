@@ -4,7 +4,7 @@ import os
 
 import pytest
 from relax_data.errors import DataError
-from relax_data.files import FileSlice, resolve_files
+from relax_data.readers.files import FileSlice, resolve_files
 
 
 def test_folders_globs_lists_and_slices(tmp_path):

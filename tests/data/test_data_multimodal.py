@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from relax_data.errors import DataError
-from relax_data.multimodal import ProcessorCrashed, ProcessorPool, load_processor
+from relax_data.multimodal.processor import ProcessorCrashed, ProcessorPool, load_processor
 from relax_data.types import Prompt
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from relax_data.packing import CostModel, balance, lower_bound, pack, pack_static
+from relax_data.packing.pack import CostModel, balance, lower_bound, pack, pack_static
 
 
 def members(packed):

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from relax_data.plane import DataPlane, LocalPlane, PlaneClosed, PlaneError, PlaneFailed
+from relax_data.plane.base import DataPlane, LocalPlane, PlaneClosed, PlaneError, PlaneFailed
 
 _names = itertools.count()
 
@@ -16,7 +16,7 @@ _names = itertools.count()
 @pytest.fixture(scope="module")
 def transfer_queue(ray_cluster):
     os.environ["TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT"] = "6"
-    from relax_data.transferqueue import TransferQueuePlane
+    from relax_data.plane.transferqueue import TransferQueuePlane
 
     first = TransferQueuePlane("first", units=2)
     yield TransferQueuePlane
@@ -243,7 +243,7 @@ def test_two_planes_in_two_processes(transfer_queue):
 
     @ray.remote(num_cpus=0)
     def produce(name):
-        from relax_data.transferqueue import TransferQueuePlane
+        from relax_data.plane.transferqueue import TransferQueuePlane
 
         plane = TransferQueuePlane(name)
         plane.put({"x": [np.arange(4), np.arange(2)]})

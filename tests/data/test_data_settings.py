@@ -63,7 +63,7 @@ def test_all_problems_are_reported_together():
 
 def test_settings_and_types_import_nothing_heavy():
     code = (
-        "import sys, relax_data.settings, relax_data.types, relax_data.source, relax_data.packing\n"
+        "import sys, relax_data.settings, relax_data.types, relax_data.prompts.source, relax_data.packing.pack\n"
         "heavy = {'torch', 'transformers', 'ray', 'datasets', 'transfer_queue'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from relax_data import cache
 from relax_data.errors import DataError
+from relax_data.prompts.source import open_prompts
+from relax_data.prompts.streaming import StreamingDataset
+from relax_data.readers import cache
 from relax_data.settings import DataSettings
-from relax_data.source import open_prompts
-from relax_data.streaming import StreamingDataset
 
 
 def rows(n, first=0):
@@ -131,7 +131,7 @@ def test_a_state_is_small_and_holds_in_a_new_process(files):
     assert len(state) < 10_000
     code = (
         "import sys, json, itertools\n"
-        "from relax_data.streaming import StreamingDataset\n"
+        "from relax_data.prompts.streaming import StreamingDataset\n"
         "d = StreamingDataset(sys.argv[2:], buffer_size=10_000)\n"
         "d.load_state_dict(json.loads(sys.argv[1]))\n"
         "print([s.row['id'] for s in d])\n"
@@ -155,7 +155,7 @@ def test_resume_does_not_read_the_file_from_its_start(write_jsonl, monkeypatch):
         return os.pread(fd, size, at)
 
     monkeypatch.setattr(cache, "_scan", lambda _: pytest.fail("the file was scanned again"))
-    monkeypatch.setattr("relax_data.readers._pread", counted)
+    monkeypatch.setattr("relax_data.readers.base._pread", counted)
     resumed = StreamingDataset(path, buffer_size=500)
     resumed.load_state_dict(state)
     assert ids(resumed, 100) == expected

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from relax_profiling.recorders.sglang import RolloutProfiler
+from relax_profiling.recorders.training import TrainingObserver, build_observer
 from relax_profiling.report.build import build_report
 from relax_profiling.report.html import to_html
 from relax_profiling.report.model import MemoryReport, Report
 from relax_profiling.report.text import to_text
 from relax_profiling.settings import MemoryProfileSettings, SGLangProfileSettings, TrainProfileSettings
-from relax_profiling.sglang import RolloutProfiler
-from relax_profiling.training import TrainingObserver, build_observer
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "profiling_overhead.py"
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_profiling import merge
 from relax_profiling.cli import main
 from relax_profiling.report.build import build_report
 from relax_profiling.report.html import to_html
 from relax_profiling.report.timeline import downsample
 from relax_profiling.snapshot.analyse import analyse_snapshot, growth
 from relax_profiling.snapshot.unpickle import load_snapshot
+from relax_profiling.trace import merge
 from relax_profiling.trace.load import load_trace
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

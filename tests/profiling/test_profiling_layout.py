@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_profiling.layout import (
+from relax_profiling.recorders.trace_files import (
     RankTag,
     TraceLayout,
     claim_staging,
@@ -17,7 +17,7 @@ from relax_profiling.layout import (
     publish,
     training_trace_name,
 )
-from relax_profiling.runs import describe, find_files
+from relax_profiling.report.find_files import describe, find_files
 
 TAG = RankTag(3, dp=1, tp=1, pp=0)
 
@@ -59,7 +59,7 @@ def test_a_second_file_in_one_second_gets_a_higher_number(tmp_path: Path, frozen
 PUBLISH_MANY = """
 import sys
 from pathlib import Path
-from relax_profiling.layout import partial_path, publish
+from relax_profiling.recorders.trace_files import partial_path, publish
 base = Path(sys.argv[1])
 for i in range(25):
     partial = partial_path(base)

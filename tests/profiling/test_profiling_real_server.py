@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from relax_profiling.analysis.stages import engine_stages
-from relax_profiling.runs import describe
+from relax_profiling.recorders.sglang import Deadlines, RolloutProfiler
+from relax_profiling.report.find_files import describe
 from relax_profiling.settings import SGLangProfileSettings
-from relax_profiling.sglang import Deadlines, RolloutProfiler
 from relax_profiling.trace.load import load_trace
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -36,8 +36,8 @@ def url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     scheduler frees the profiler results of the earlier recordings, and torch's destructor for them crashes. It was not
     seen outside of SGLang, and there is nothing in a request that avoids it; the tests stay below that number.
     """
-    from relax_rollout.sglang.server import SGLangServer
-    from relax_rollout.sglang.settings import SGLangSettings
+    from relax_rollout.engines.sglang.server import SGLangServer
+    from relax_rollout.engines.sglang.settings import SGLangSettings
 
     log = tmp_path_factory.mktemp("profiled") / "engine1.log"
     server = SGLangServer(

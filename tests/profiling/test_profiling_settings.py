@@ -101,8 +101,8 @@ def test_a_missing_memray_is_refused_with_the_command_that_installs_it(monkeypat
 
 def test_the_package_imports_neither_torch_nor_anything_of_ours() -> None:
     code = (
-        "import sys, relax_profiling.settings, relax_profiling.training, relax_profiling.sglang, relax_profiling.cli,"
-        "relax_profiling.report.build, relax_profiling.merge\n"
+        "import sys, relax_profiling.settings, relax_profiling.recorders.training, relax_profiling.recorders.sglang,"
+        "relax_profiling.cli, relax_profiling.report.build, relax_profiling.trace.merge\n"
         "bad = [m for m in sys.modules if m.split('.')[0] in ('torch', 'memray', 'numpy', 'ray', 'sglang',"
         "'relax_data', 'relax_train', 'relax_rollout', 'relax_cli')]\n"
         "sys.exit(f'imported {bad}' if bad else 0)"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from relax_profiling.cli import main
+from relax_profiling.recorders.sglang import Deadlines, RolloutProfiler
 from relax_profiling.settings import SGLangProfileSettings
-from relax_profiling.sglang import Deadlines, RolloutProfiler
 
 
 class Scripted:

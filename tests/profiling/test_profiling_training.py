@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_profiling.layout import RankTag
-from relax_profiling.memory import MemrayRecorder, TorchRecorder
-from relax_profiling.session import TorchSession
+from relax_profiling.recorders.memory import MemrayRecorder, TorchRecorder
+from relax_profiling.recorders.session import TorchSession
+from relax_profiling.recorders.trace_files import RankTag
+from relax_profiling.recorders.training import TrainingObserver, build_observer
 from relax_profiling.settings import MemoryProfileSettings, TrainProfileSettings
 from relax_profiling.trace.load import Trace, load_trace
-from relax_profiling.training import TrainingObserver, build_observer
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_a_fork_leaves_the_recording_to_its_parent(tmp_path: Path) -> None:
     program = """
         import os, signal, sys
         from relax_profiling.settings import MemoryProfileSettings, TrainProfileSettings
-        from relax_profiling.training import build_observer
+        from relax_profiling.recorders.training import build_observer
         import torch
         settings = TrainProfileSettings(use_pytorch_profiler=True, profile_step_start=0, profile_step_end=2)
         observer = build_observer(settings, MemoryProfileSettings(), trace_dir=sys.argv[1])
@@ -359,7 +359,7 @@ MEMRAY_SCRIPT = textwrap.dedent(
     """
     import os, signal, sys, time
     from relax_profiling.settings import MemoryProfileSettings, TrainProfileSettings
-    from relax_profiling.training import build_observer
+    from relax_profiling.recorders.training import build_observer
     observer = build_observer(
         TrainProfileSettings(),
         MemoryProfileSettings(record_memory_history=True, memory_recorder="memray"),

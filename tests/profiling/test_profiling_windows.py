@@ -1,8 +1,8 @@
 """Step windows on their two clocks."""
 
 import pytest
+from relax_profiling.recorders.windows import LaunchOffset, RolloutId, StepWindow
 from relax_profiling.settings import SGLangProfileSettings, TrainProfileSettings
-from relax_profiling.windows import LaunchOffset, RolloutId, StepWindow
 
 
 def test_both_ends_are_inclusive() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from relax_data.types import Prompt
-from relax_rollout.engine import EngineDied, GenerateRequest, GenerateResult, MemoryTag, PauseMode
+from relax_rollout.engines.base import EngineDied, GenerateRequest, GenerateResult, MemoryTag, PauseMode
 from relax_rollout.rewards import build_reward
 from relax_rollout.settings import RewardSettings
 

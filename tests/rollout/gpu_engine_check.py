@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from relax_rollout.engine import GenerateRequest, SamplingParams
-from relax_rollout.sglang import gpu
-from relax_rollout.sglang.client import SGLangEngine
-from relax_rollout.sglang.server import SGLangServer
-from relax_rollout.sglang.settings import SGLangSettings
-from relax_rollout.sglang.weights import LOAD_FORMAT, Bucket, FlatBucket, push_weights
+from relax_rollout.engines.base import GenerateRequest, SamplingParams
+from relax_rollout.engines.sglang import gpu
+from relax_rollout.engines.sglang.client import SGLangEngine
+from relax_rollout.engines.sglang.server import SGLangServer
+from relax_rollout.engines.sglang.settings import SGLangSettings
+from relax_rollout.weight_sync.push import LOAD_FORMAT, Bucket, FlatBucket, push_weights
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

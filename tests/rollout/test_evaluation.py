@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from relax_rollout.engine import EngineDied
+from relax_rollout.engines.base import EngineDied
 from relax_rollout.evaluation import evaluate, pass_at_k
 from relax_rollout.rewards import build_reward
 from relax_rollout.settings import EvalSettings, RewardSettings, RolloutSettings

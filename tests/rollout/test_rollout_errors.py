@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from relax_rollout.engine import EngineDied, GenerateRequest, GenerateResult
-from relax_rollout.generation import GenerationError
-from relax_rollout.loop import RolloutLoop
+from relax_rollout.engines.base import EngineDied, GenerateRequest, GenerateResult
+from relax_rollout.generation.generate import GenerationError
+from relax_rollout.loop.context import RolloutProgress
+from relax_rollout.loop.rollout_loop import RolloutLoop
 from relax_rollout.rewards import RewardError, build_reward
-from relax_rollout.rollout import RolloutProgress
 from relax_rollout.settings import RewardSettings, RolloutSettings
 
 Make = Callable[..., Any]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from relax_data.types import SampleGroup, SampleStatus
-from relax_rollout.engine import GenerateRequest
-from relax_rollout.loop import RolloutLoop
+from relax_rollout.engines.base import GenerateRequest
+from relax_rollout.loop.rollout_loop import RolloutLoop
 from relax_rollout.rewards import build_reward
 from relax_rollout.settings import RewardSettings, RolloutSettings
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from relax_rollout.loop import RolloutLoop
+from relax_rollout.engines.sglang.client import SGLangEngine
+from relax_rollout.loop.rollout_loop import RolloutLoop
 from relax_rollout.rewards import build_reward
 from relax_rollout.settings import RewardSettings, RolloutSettings
-from relax_rollout.sglang.client import SGLangEngine
 
 
 @pytest.mark.sglang

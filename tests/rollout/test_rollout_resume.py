@@ -13,13 +13,13 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from relax_data.ledger import PromptLedger
-from relax_data.plain import from_plain, to_plain
+from relax_data.prompts.ledger import PromptLedger
+from relax_data.serialization import from_plain, to_plain
 from relax_data.types import Prompt, SampleGroup
-from relax_rollout.loop import RolloutLoop
+from relax_rollout.loop.rollout_loop import RolloutLoop
+from relax_rollout.loop.serialization import group_from_state, group_to_state
 from relax_rollout.rewards import build_reward
 from relax_rollout.settings import RewardSettings, RolloutSettings
-from relax_rollout.state import group_from_state, group_to_state
 
 Make = Callable[..., Any]
 

@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from relax_rollout.sglang import arguments, cpu
-from relax_rollout.sglang.settings import SGLangSettings
+from relax_rollout.engines.sglang import arguments, cpu
+from relax_rollout.engines.sglang.settings import SGLangSettings
 
 
 def test_a_known_argument_is_parsed_by_its_type() -> None:
@@ -86,8 +86,8 @@ def test_words_for_the_command_line() -> None:
 
 def test_the_settings_and_the_table_load_without_torch_and_sglang() -> None:
     code = (
-        "import sys; from relax_rollout.sglang import arguments;"
-        "from relax_rollout.sglang.settings import SGLangSettings;"
+        "import sys; from relax_rollout.engines.sglang import arguments;"
+        "from relax_rollout.engines.sglang.settings import SGLangSettings;"
         "arguments.server_arguments(); SGLangSettings(sglang_extra={'context-length': 5}).problems();"
         "print([m for m in ('torch', 'sglang', 'transformers', 'httpx') if m in sys.modules])"
     )
@@ -100,7 +100,7 @@ def test_the_table_is_that_of_the_installed_sglang(tmp_path) -> None:
     import os
 
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "relax_rollout.sglang.arguments"],
+        [sys.executable, "-W", "ignore", "-m", "relax_rollout.engines.sglang.arguments"],
         capture_output=True,
         text=True,
         env=cpu.environment(os.environ),
@@ -108,4 +108,4 @@ def test_the_table_is_that_of_the_installed_sglang(tmp_path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == arguments.TABLE.read_text(), "run: python -m relax_rollout.sglang.arguments --write"
+    assert done.stdout == arguments.TABLE.read_text(), "run: python -m relax_rollout.engines.sglang.arguments --write"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from relax_rollout.engine import GenerateRequest, GenerateResult, SamplingParams
-from relax_rollout.sglang.client import SGLangEngine
+from relax_rollout.engines.base import GenerateRequest, GenerateResult, SamplingParams
+from relax_rollout.engines.sglang.client import SGLangEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

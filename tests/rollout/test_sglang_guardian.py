@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from relax_rollout.sglang.server import GUARDIAN
+from relax_rollout.engines.sglang.server import GUARDIAN
 
 # A tree like that of a server: a child, a grandchild in its own session whose parent has ended (a daemon), a file and
 # a semaphore in /dev/shm, and a temporary file.

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from relax_rollout.engine import GenerateRequest, SamplingParams
-from relax_rollout.sglang.messages import ResponseBuilder, generate_body, read_answer
-from relax_rollout.sglang.versions import Weights, WeightsIncomplete
+from relax_rollout.engines.base import GenerateRequest, SamplingParams
+from relax_rollout.engines.sglang.messages import ResponseBuilder, generate_body, read_answer
+from relax_rollout.engines.sglang.weight_status import Weights, WeightsIncomplete
 
 
 def chunk(tokens: list[int], total: int, version: str = "3", finish: str | None = None, **meta: Any) -> dict[str, Any]:

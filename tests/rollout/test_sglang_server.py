@@ -13,13 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
-from relax_rollout.engine import EngineDied, GenerateRequest, SamplingParams
-from relax_rollout.sglang import cpu
-from relax_rollout.sglang.client import SGLangEngine
-from relax_rollout.sglang.guardian import shared_memory
-from relax_rollout.sglang.log import last_lines, last_words
-from relax_rollout.sglang.server import SGLangServer
-from relax_rollout.sglang.settings import SGLangSettings
+from relax_rollout.engines.base import EngineDied, GenerateRequest, SamplingParams
+from relax_rollout.engines.sglang import cpu
+from relax_rollout.engines.sglang.client import SGLangEngine
+from relax_rollout.engines.sglang.log import last_lines, last_words
+from relax_rollout.engines.sglang.process_supervisor import shared_memory
+from relax_rollout.engines.sglang.server import SGLangServer
+from relax_rollout.engines.sglang.settings import SGLangSettings
 
 
 def server(model: Path, log: Path, **options: Any) -> SGLangServer:
@@ -80,13 +80,13 @@ def test_the_users_options_win_over_ours_and_ours_over_sglangs(tmp_path: Path) -
 
 def test_the_gpu_path_does_not_import_the_cpu_part(tmp_path: Path) -> None:
     code = (
-        "import sys; from relax_rollout.sglang.server import SGLangServer;"
-        "from relax_rollout.sglang.settings import SGLangSettings;"
+        "import sys; from relax_rollout.engines.sglang.server import SGLangServer;"
+        "from relax_rollout.engines.sglang.settings import SGLangSettings;"
         "s = SGLangServer(SGLangSettings(), model_path='m', name='engine0', log_path='l', device='cuda', tp_size=2,"
         "gpu_ids=[2, 3], enable_memory_saver=True); c = s.command(); e = s._environment();"
         "assert '--enable-memory-saver' in c and '--device' not in c, c;"
         "assert e['CUDA_VISIBLE_DEVICES'] == '2,3' and 'SGLANG_USE_CPU_ENGINE' not in e;"
-        "print([m for m in sys.modules if m in ('relax_rollout.sglang.cpu', 'torch', 'sglang')])"
+        "print([m for m in sys.modules if m in ('relax_rollout.engines.sglang.cpu', 'torch', 'sglang')])"
     )
     environment = {k: v for k, v in os.environ.items() if k != "SGLANG_USE_CPU_ENGINE"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
@@ -150,8 +150,8 @@ def test_a_server_that_dies_at_the_start_tells_why(tmp_path: Path) -> None:
 # Runs a server, tells where it is, and waits to be killed.
 OWNER = """
 import json, sys, time
-from relax_rollout.sglang.server import SGLangServer
-from relax_rollout.sglang.settings import SGLangSettings
+from relax_rollout.engines.sglang.server import SGLangServer
+from relax_rollout.engines.sglang.settings import SGLangSettings
 server = SGLangServer(SGLangSettings(), model_path=sys.argv[1], name="engine0", log_path=sys.argv[2], device="cpu",
                       dtype="float32")
 server.start(deadline_s=400)

@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 import pytest
-from relax_rollout.sglang.transport import Transport
+from relax_rollout.engines.sglang.transport import Transport
 
 
 def generate(errors: list[httpx.TransportError]) -> list[str]:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from relax_rollout.engine import GenerateRequest, SamplingParams
-from relax_rollout.sglang import weights as weights_module
-from relax_rollout.sglang.client import SGLangEngine
-from relax_rollout.sglang.versions import WeightsIncomplete
-from relax_rollout.sglang.weights import Bucket, FlatBucket, TorchRanks, WeightPushFailed, push_weights
+from relax_rollout.engines.base import GenerateRequest, SamplingParams
+from relax_rollout.engines.sglang.client import SGLangEngine
+from relax_rollout.engines.sglang.weight_status import WeightsIncomplete
+from relax_rollout.weight_sync import push as weights_module
+from relax_rollout.weight_sync.push import Bucket, FlatBucket, TorchRanks, WeightPushFailed, push_weights
 
 PROMPT = [10, 11, 12, 13, 14]
 BUCKET_BYTES = 100_000

@@ -23,7 +23,7 @@ def _rank_main(rank: int, function: Callable[..., Any], args: tuple[Any, ...], w
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
-    from relax_train.layout import teardown_layout
+    from relax_train.backend.parallel import teardown_layout
 
     try:
         result = function(*args)
@@ -56,8 +56,8 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> RunRanks:
 
     The libraries are imported once, here, so that a group of ranks costs little more than its work.
     """
-    import relax_train.layout
-    import relax_train.model  # noqa: F401
+    import relax_train.backend.parallel
+    import relax_train.models.build  # noqa: F401
 
     def run(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         out = str(tmp_path_factory.mktemp("ranks"))
@@ -214,10 +214,10 @@ class Harness:
     """One model with its optimizer on this rank, and a plain cross-entropy step over rows."""
 
     def __init__(self, folder: Path, parallel: dict[str, Any], **optimizer: Any) -> None:
-        from relax_train.hf_weights import load_hf_weights
-        from relax_train.layout import setup_layout
-        from relax_train.model import build_model
-        from relax_train.optimizer import build_optimizer
+        from relax_train.backend.optimizer import build_optimizer
+        from relax_train.backend.parallel import setup_layout
+        from relax_train.models.build import build_model
+        from relax_train.models.hf_mapping import load_hf_weights
 
         self.settings = train_settings.TrainSettings(
             model=train_settings.ModelSettings(hf_checkpoint=str(folder), bf16=False),
@@ -232,8 +232,8 @@ class Harness:
         self.optimizer = build_optimizer(self.settings, self.model)
 
     def _inputs(self, row: Row) -> tuple[dict[str, torch.Tensor], Any]:
-        from relax_train.attention import zigzag_positions
-        from relax_train.mcore import PackedSeqParams
+        from relax_train.backend.mcore import PackedSeqParams
+        from relax_train.models.attention import zigzag_positions
 
         device = self.layout.device
         index = zigzag_positions(row.borders, self.layout.cp_size, self.layout.cp_rank)
@@ -247,7 +247,7 @@ class Harness:
 
     def logits(self, row: Row) -> torch.Tensor:
         """Of a single-process model: ``[tokens, vocabulary]``."""
-        from relax_train.device import DeviceContext
+        from relax_train.backend.device import DeviceContext
 
         held, packed = self._inputs(row)
         with DeviceContext(), torch.no_grad():
@@ -259,8 +259,8 @@ class Harness:
     def step(self, rows: list[Row]) -> tuple[float, float]:
         """One optimizer step on this rank's share of ``rows``; global mean loss and gradient norm."""
         import torch.distributed as dist
-        from relax_train.device import DeviceContext
-        from relax_train.mcore import get_forward_backward_func
+        from relax_train.backend.device import DeviceContext
+        from relax_train.backend.mcore import get_forward_backward_func
 
         layout = self.layout
 
@@ -297,7 +297,7 @@ class Harness:
 
     def weights(self, max_bytes: int = 1 << 20) -> dict[str, torch.Tensor]:
         """All weights under their Hugging Face names."""
-        from relax_train.export import weight_buckets
+        from relax_train.models.export import weight_buckets
 
         return {n: t.clone().cpu() for bucket in weight_buckets(self.model, max_bytes) for n, t in bucket}
 

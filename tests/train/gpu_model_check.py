@@ -67,7 +67,7 @@ def load_conftest() -> Any:
 
 
 def forget_layout() -> None:
-    from relax_train.mcore import parallel_state
+    from relax_train.backend.mcore import parallel_state
 
     parallel_state.destroy_model_parallel()
 
@@ -82,7 +82,7 @@ def timed(action: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float,
 
 def parity(base: Path) -> None:
     """Three AdamW steps in float32 against transformers on the CPU."""
-    from relax_train.hf_weights import SafetensorsFolder
+    from relax_train.models.hf_mapping import SafetensorsFolder
 
     oracle_of, made = load_conftest(), {}
     for kind, parallel in PARITY[int(os.environ.get("WORLD_SIZE", "1"))]:
@@ -112,8 +112,8 @@ def parity(base: Path) -> None:
 
 def attention() -> None:
     """The variable-length kernel against document by document, forward and backward, bfloat16."""
-    from relax_train.attention import _by_document, _Plan, _varlen_kernel
-    from relax_train.mcore import PackedSeqParams
+    from relax_train.backend.mcore import PackedSeqParams
+    from relax_train.models.attention import _by_document, _Plan, _varlen_kernel
 
     kernel = _varlen_kernel()
     check("varlen kernel", kernel is not None, "torch.nn.attention.varlen")
@@ -180,10 +180,10 @@ class Big:
 
     def __init__(self, folder: Path, parallel: dict[str, Any]) -> None:
         from relax_train import settings as s
-        from relax_train.hf_weights import load_hf_weights
-        from relax_train.layout import setup_layout
-        from relax_train.model import build_model
-        from relax_train.optimizer import build_optimizer
+        from relax_train.backend.optimizer import build_optimizer
+        from relax_train.backend.parallel import setup_layout
+        from relax_train.models.build import build_model
+        from relax_train.models.hf_mapping import load_hf_weights
 
         self.settings = s.TrainSettings(
             model=s.ModelSettings(hf_checkpoint=str(folder)),
@@ -196,8 +196,8 @@ class Big:
         self.optimizer = build_optimizer(self.settings, self.model)
 
     def step(self, seed: int, documents: int = 8, length: int = 1024, micro_batches: int = 2) -> float:
-        from relax_train.device import DeviceContext
-        from relax_train.mcore import PackedSeqParams, get_forward_backward_func
+        from relax_train.backend.device import DeviceContext
+        from relax_train.backend.mcore import PackedSeqParams, get_forward_backward_func
 
         generator = torch.Generator(device="cuda").manual_seed(seed)
         total = documents * length
@@ -226,7 +226,7 @@ class Big:
         return self.optimizer.step().grad_norm
 
     def weights(self) -> dict[str, torch.Tensor]:
-        from relax_train.export import weight_buckets
+        from relax_train.models.export import weight_buckets
 
         return {n: t.cpu() for bucket in weight_buckets(self.model, 512 << 20) for n, t in bucket}
 
@@ -236,7 +236,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def export(run: Big, bucket: int) -> None:
-    from relax_train.export import weight_buckets
+    from relax_train.models.export import weight_buckets
 
     largest = max(p.numel() * p.element_size() for p in run.model.gpt[0].parameters())
     torch.cuda.empty_cache()
@@ -254,7 +254,7 @@ def export(run: Big, bucket: int) -> None:
 
 
 def sleep_and_wake(run: Big) -> None:
-    from relax_train.offload import Offload
+    from relax_train.backend.offload import Offload
 
     before, offload = run.weights(), Offload(run.model, run.optimizer)
     torch.cuda.empty_cache()
@@ -274,7 +274,7 @@ def sleep_and_wake(run: Big) -> None:
 
 def big_model(base: Path, layers: int) -> None:
     """Bfloat16 at a real size: times, memory, sleep and wake, export, checkpoint, host-side moments."""
-    from relax_train.checkpoint import load_checkpoint, save_checkpoint, save_hf
+    from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint, save_hf
 
     folder = big_folder(base, layers)
     run = Big(folder, {})
@@ -329,7 +329,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("this check needs CUDA")
         return 2
-    from relax_train.device import local_device
+    from relax_train.backend.device import local_device
 
     local_device(int(os.environ.get("LOCAL_RANK", "0")))
     with tempfile.TemporaryDirectory() as directory:

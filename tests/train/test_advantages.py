@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from relax_data.types import TrainBatch
-from relax_train.advantages import compute_advantages, group_normalized, rewards_minus_kl, whitened
+from relax_train.algorithms.advantages import compute_advantages, group_normalized, rewards_minus_kl, whitened
 from relax_train.settings.algorithm import AlgorithmSettings
 
 

@@ -129,7 +129,7 @@ def test_context_parallel_parts_make_up_the_row() -> None:
 
 
 def test_zigzag_is_the_split_that_attention_uses() -> None:
-    attention = pytest.importorskip("relax_train.attention")
+    attention = pytest.importorskip("relax_train.models.attention")
     cu = [0, 12, 20, 44]
     for cp in (1, 2):
         for rank in range(cp):

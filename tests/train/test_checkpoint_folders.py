@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_train import manifest
-from relax_train.folders import CheckpointError, latest_rollout, prune, publish, rollout_folder, set_latest
+from relax_train.checkpoint import manifest
+from relax_train.checkpoint.folders import CheckpointError, latest_rollout, prune, publish, rollout_folder, set_latest
 
 MODEL = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 128}
 MANIFEST = {

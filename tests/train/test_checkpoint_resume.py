@@ -26,7 +26,7 @@ LAYOUTS = {
 
 
 def _save(harness: Any, reference: Any, parallel: dict[str, Any], folder: Path) -> Any:
-    from relax_train.checkpoint import save_checkpoint
+    from relax_train.checkpoint.save_load import save_checkpoint
 
     run = harness(reference.folder, parallel, lr_decay_style="linear", lr_decay_iters=10)
     run.step(reference.rows[0])
@@ -38,7 +38,7 @@ def _save(harness: Any, reference: Any, parallel: dict[str, Any], folder: Path) 
 
 
 def _resume(harness: Any, reference: Any, parallel: dict[str, Any], folder: Path) -> Any:
-    from relax_train.checkpoint import load_checkpoint
+    from relax_train.checkpoint.save_load import load_checkpoint
 
     run = harness(reference.folder, parallel, lr_decay_style="linear", lr_decay_iters=10)
     loaded = load_checkpoint(folder, run.model, run.optimizer)
@@ -62,12 +62,12 @@ def test_resumed_run_is_the_same_run(
 
 
 def _resume_with_other_flags(harness: Any, reference: Any, folder: Path) -> Any:
-    from relax_train.checkpoint import load_checkpoint, save_checkpoint
+    from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint
 
     first = harness(reference.folder, {}, lr_decay_style="linear", lr_decay_iters=10)
     first.step(reference.rows[0])
     save_checkpoint(folder, 0, first.model, first.optimizer)
-    from relax_train.optimizer import build_optimizer
+    from relax_train.backend.optimizer import build_optimizer
 
     flags = dataclasses.replace(first.settings.optimizer, lr=0.5, adam_beta2=0.5, weight_decay=0.25)
     other = build_optimizer(dataclasses.replace(first.settings, optimizer=flags), first.model)
@@ -87,7 +87,7 @@ def test_flags_of_the_new_start_win_over_those_of_the_checkpoint(
 
 
 def _weights_only(harness: Any, reference: Any, parallel: dict[str, Any], folder: Path) -> Any:
-    from relax_train.checkpoint import load_checkpoint
+    from relax_train.checkpoint.save_load import load_checkpoint
 
     run = harness(reference.folder, parallel)
     loaded = load_checkpoint(folder, run.model, None)
@@ -99,7 +99,7 @@ def _weights_only(harness: Any, reference: Any, parallel: dict[str, Any], folder
 
 
 def _save_weights(harness: Any, reference: Any, parallel: dict[str, Any], folder: Path) -> Any:
-    from relax_train.checkpoint import save_checkpoint
+    from relax_train.checkpoint.save_load import save_checkpoint
 
     run = harness(reference.folder, parallel)
     run.step(reference.rows[0])
@@ -129,7 +129,7 @@ def test_weights_load_under_another_layout(
 
 
 def _other_precision(harness: Any, reference: Any, folder: Path) -> str:
-    from relax_train.checkpoint import MANIFEST, load_checkpoint, save_checkpoint
+    from relax_train.checkpoint.save_load import MANIFEST, load_checkpoint, save_checkpoint
 
     run = harness(reference.folder, {})
     path = save_checkpoint(folder, 0, run.model, run.optimizer)
@@ -151,7 +151,7 @@ def test_resuming_in_another_precision_names_the_flag(
 
 
 def _resume_dp(harness: Any, reference: Any, folder: Path) -> Any:
-    from relax_train.checkpoint import load_checkpoint
+    from relax_train.checkpoint.save_load import load_checkpoint
 
     run = harness(reference.folder, {})
     load_checkpoint(folder, run.model, run.optimizer)
@@ -159,7 +159,7 @@ def _resume_dp(harness: Any, reference: Any, folder: Path) -> Any:
 
 
 def _two_steps_and_save(harness: Any, reference: Any, folder: Path) -> Any:
-    from relax_train.checkpoint import save_checkpoint
+    from relax_train.checkpoint.save_load import save_checkpoint
 
     run = harness(reference.folder, {})
     run.step(reference.rows[0])
@@ -178,8 +178,8 @@ def test_optimizer_state_loads_with_more_or_fewer_data_parallel_ranks(
 
 
 def _full_disk(harness: Any, reference: Any, folder: Path, limits: list[int], failing_rank: int) -> Any:
-    from relax_train.checkpoint import load_checkpoint, save_checkpoint
-    from relax_train.sharded_io import CheckpointError
+    from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint
+    from relax_train.checkpoint.sharded_io import CheckpointError
 
     run = harness(reference.folder, {})
     run.step(reference.rows[0])
@@ -223,7 +223,7 @@ def test_full_disk_leaves_the_previous_checkpoint(
 
 
 def _keep(harness: Any, reference: Any, folder: Path) -> Any:
-    from relax_train.checkpoint import load_checkpoint, save_checkpoint
+    from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint
 
     run = harness(reference.folder, {})
     (folder / "rollout_7.tmp").mkdir(parents=True)  # left by a run that was killed while it saved
@@ -244,7 +244,7 @@ def test_keeps_the_newest(run_ranks: Any, harness: Any, reference: Any, tmp_path
 
 
 def _without_start_weights(harness: Any, reference: Any, folder: Path) -> Any:
-    from relax_train.checkpoint import load_checkpoint, save_checkpoint
+    from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint
 
     start = folder / "start"
     shutil.copytree(reference.folder, start)
@@ -298,8 +298,8 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 def _damaged(harness: Any, reference: Any, folder: Path, damages: dict[str, Any]) -> dict[str, str]:
     import torch.distributed as dist
-    from relax_train.checkpoint import load_checkpoint, save_checkpoint
-    from relax_train.sharded_io import CheckpointError
+    from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint
+    from relax_train.checkpoint.sharded_io import CheckpointError
 
     run = harness(reference.folder, {})
     for rollout_id in (0, 1):

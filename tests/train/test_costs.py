@@ -8,7 +8,7 @@ import pytest
 import torch
 from relax_data.types import TrainBatch
 from relax_train.batching import Split, plan_micro_batches
-from relax_train.costs import cost_model
+from relax_train.models.costs import cost_model
 from relax_train.settings import ParallelSettings
 from relax_train.settings.batch import BatchSettings
 from torch.utils.flop_counter import FlopCounterMode
@@ -94,7 +94,7 @@ def test_ranks_are_evener_in_flops_than_by_tokens_and_the_cap_holds(
 
 def _experts_span(parallel: dict[str, Any]) -> tuple[bool, bool]:
     import torch.distributed as dist
-    from relax_train.layout import setup_layout
+    from relax_train.backend.parallel import setup_layout
 
     layout = setup_layout(ParallelSettings(**parallel))
     places: list[Any] = [None] * layout.world_size

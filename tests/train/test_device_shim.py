@@ -9,14 +9,14 @@ from packaging.version import Version
 
 
 def test_megatron_is_a_version_we_tested() -> None:
-    from relax_train import mcore
+    from relax_train.backend import mcore
 
     low, high = (Version(".".join(map(str, v))) for v in mcore.TESTED_VERSIONS)
     assert low <= Version(mcore.VERSION) < high, "run the parity tests with this version, then widen TESTED_VERSIONS"
 
 
 def test_every_name_that_is_replaced_exists() -> None:
-    from relax_train import cpu_device
+    from relax_train.backend import cpu_device
 
     for owner, name, _ in cpu_device._replacements():
         assert hasattr(owner, name), f"{owner} has no {name} any more"
@@ -24,8 +24,8 @@ def test_every_name_that_is_replaced_exists() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_shim_is_gone_after_the_last_exit(fails: bool) -> None:
-    from relax_train import cpu_device
-    from relax_train.device import DeviceContext
+    from relax_train.backend import cpu_device
+    from relax_train.backend.device import DeviceContext
 
     before = [getattr(owner, name) for owner, name, _ in cpu_device._replacements()]
     try:
@@ -45,17 +45,17 @@ def test_shim_is_gone_after_the_last_exit(fails: bool) -> None:
 
 
 def test_cuda_never_sees_the_shim(monkeypatch: pytest.MonkeyPatch) -> None:
-    from relax_train import device
+    from relax_train.backend import device
 
     monkeypatch.setattr(device, "has_cuda", lambda: True)
-    monkeypatch.delitem(sys.modules, "relax_train.cpu_device", raising=False)
+    monkeypatch.delitem(sys.modules, "relax_train.backend.cpu_device", raising=False)
     with device.DeviceContext():
         pass
-    assert "relax_train.cpu_device" not in sys.modules
+    assert "relax_train.backend.cpu_device" not in sys.modules
 
 
 def test_dtype_follows_the_flag() -> None:
-    from relax_train.device import default_dtype
+    from relax_train.backend.device import default_dtype
 
     assert (default_dtype(True), default_dtype(False)) == (torch.bfloat16, torch.float32)
     assert default_dtype(None) == torch.float32  # this test runs without CUDA
@@ -68,7 +68,7 @@ def test_settings_need_no_torch() -> None:
 
 
 def test_norm_and_scale_of_many_gradients() -> None:
-    from relax_train import mcore
+    from relax_train.backend import mcore
 
     assert mcore.clip_grads.l2_norm_impl is mcore._l2_norm
     assert mcore.clip_grads.multi_tensor_scale_impl is mcore._scale

@@ -33,7 +33,7 @@ def _one_by_one(experts: Any, hidden: torch.Tensor, counts: list[int], probs: to
 
 @pytest.mark.parametrize("counts", [[5, 0, 11, 1], [0, 0, 0, 3], [8, 8, 8, 8]])
 def test_grouped_products_equal_the_experts_one_by_one(counts: list[int]) -> None:
-    from relax_train.experts import _forward
+    from relax_train.models.experts import _forward
 
     torch.manual_seed(0)
     experts, total = _experts(4, 16, 24), sum(counts)
@@ -60,10 +60,10 @@ def test_grouped_products_equal_the_experts_one_by_one(counts: list[int]) -> Non
 
 def _grouped_layers(folder: Any) -> tuple[int, int, list[float]]:
     from relax_train import settings as s
-    from relax_train.hf_weights import load_hf_weights
-    from relax_train.layout import setup_layout
-    from relax_train.mcore import SequentialMLP
-    from relax_train.model import build_model
+    from relax_train.backend.mcore import SequentialMLP
+    from relax_train.backend.parallel import setup_layout
+    from relax_train.models.build import build_model
+    from relax_train.models.hf_mapping import load_hf_weights
     from relax_train.step import Passes
 
     settings = s.TrainSettings(model=s.ModelSettings(hf_checkpoint=str(folder), bf16=True))

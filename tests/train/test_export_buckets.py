@@ -8,14 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
-from relax_train.hf_weights import SafetensorsFolder
+from relax_train.models.hf_mapping import SafetensorsFolder
 
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LIMIT = 5000  # bytes: less than an embedding, more than a norm
 
 
 def _buckets(harness: Any, reference: Any, parallel: dict[str, Any]) -> Any:
-    from relax_train.export import weight_buckets
+    from relax_train.models.export import weight_buckets
 
     run = harness(reference.folder, parallel)
     sizes, alive, most, tensors = [], [], 0, {}

@@ -14,7 +14,7 @@ from relax_train.settings import ParallelSettings
 def _listening(master: str) -> tuple[list[str], int]:
     import torch
     import torch.distributed as dist
-    from relax_train.layout import setup_layout
+    from relax_train.backend.parallel import setup_layout
 
     def listening() -> set[tuple[str, int]]:
         sockets = psutil.Process().net_connections("inet")

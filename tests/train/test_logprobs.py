@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import relax_train.logprobs as logprobs
+import relax_train.algorithms.logprobs as logprobs
 import torch
 import torch.distributed as dist
-from relax_train.logprobs import effective_temperature, token_log_probs
+from relax_train.algorithms.logprobs import effective_temperature, token_log_probs
 
 
 def naive(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from relax_train.losses import kl_estimate, metric_names, policy_loss, tis_weights, token_weights
+from relax_train.algorithms.losses import kl_estimate, metric_names, policy_loss, tis_weights, token_weights
 from relax_train.settings.algorithm import AlgorithmSettings
 
 

@@ -25,7 +25,7 @@ def test_logits_of_a_packed_row_are_those_of_each_document_alone(
 
 
 def _padded_logits(harness: Any, reference: Any) -> tuple[int, torch.Tensor]:
-    from relax_train.model import PADDING_LOGIT
+    from relax_train.models.build import PADDING_LOGIT
 
     run = harness(reference.folder, {"tensor_model_parallel_size": 2})
     logits = run.logits(reference.rows[0][0])
@@ -51,7 +51,7 @@ def test_padding_of_the_vocabulary_has_no_probability(run_ranks: Any, harness: A
     ],
 )
 def test_configurations_that_are_not_built(change: dict[str, Any], words: str, reference: Any, tmp_path: Path) -> None:
-    from relax_train.model import load_hf_config
+    from relax_train.models.build import load_hf_config
 
     config = json.loads((reference("qwen3").folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
@@ -60,7 +60,7 @@ def test_configurations_that_are_not_built(change: dict[str, Any], words: str, r
 
 
 def test_rope_base_of_old_and_new_configurations() -> None:
-    from relax_train.model import rope_theta
+    from relax_train.models.build import rope_theta
 
     assert rope_theta(SimpleNamespace(rope_theta=5e5)) == 5e5
     assert rope_theta(SimpleNamespace(rope_parameters={"rope_type": "default", "rope_theta": 1e6})) == 1e6
@@ -69,7 +69,7 @@ def test_rope_base_of_old_and_new_configurations() -> None:
 
 
 def test_layers_with_experts() -> None:
-    from relax_train.model import expert_layers
+    from relax_train.models.build import expert_layers
 
     config = SimpleNamespace(
         model_type="qwen3_moe", num_hidden_layers=5, mlp_only_layers=[3], decoder_sparse_step=2, num_experts=4
@@ -92,8 +92,8 @@ def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 @pytest.mark.parametrize("cp_size", [1, 2, 3])
 def test_attention_plan_of_every_context_parallel_rank(cp_size: int, dim: int) -> None:
     """Both ways to run a plan: document by document, and as the variable-length kernel is called on a GPU."""
-    from relax_train.attention import _by_document, _Plan, zigzag_positions
-    from relax_train.mcore import PackedSeqParams
+    from relax_train.backend.mcore import PackedSeqParams
+    from relax_train.models.attention import _by_document, _Plan, zigzag_positions
 
     borders = [0, 12, 36, 48]
     cu = torch.tensor(borders, dtype=torch.int32)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from relax_train.hf_weights import SafetensorsFolder
+from relax_train.models.hf_mapping import SafetensorsFolder
 
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

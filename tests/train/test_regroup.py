@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from relax_data.types import TrainBatch
+from relax_train.algorithms.logprobs import token_log_probs
+from relax_train.algorithms.losses import metric_names, policy_loss, token_weights
 from relax_train.batching import Split, build_micro_batch
-from relax_train.logprobs import token_log_probs
-from relax_train.losses import metric_names, policy_loss, token_weights
 from relax_train.settings.algorithm import AlgorithmSettings
 
 N = 6

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from relax_train.rotary import rotary_tables, rotate
+from relax_train.models.rotary import rotary_tables, rotate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

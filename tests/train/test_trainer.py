@@ -10,7 +10,7 @@ import pytest
 import torch
 from relax_data.types import TrainBatch
 from relax_train import settings as s
-from relax_train.hf_weights import SafetensorsFolder
+from relax_train.models.hf_mapping import SafetensorsFolder
 
 TEMPERATURE = 0.7
 ADAM = {"lr": 2e-3, "adam_beta2": 0.95, "adam_eps": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}

@@ -48,7 +48,7 @@ def _weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 def _three_steps(folder: Path, bf16: bool, naps: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Weights after three steps, and the bytes that the memory of model and optimizer had during each nap."""
-    from relax_train import offload
+    from relax_train.backend import offload
 
     offload.PIECE = 1000  # several pieces a storage, the last one shorter
     trainer = make_trainer(folder, bf16)

@@ -80,7 +80,7 @@ def test_folders_that_do_not_fit(fault: str, run_ranks: Any, harness: Any, refer
 
 
 def _export(harness: Any, reference: Any, parallel: dict[str, Any], out: Path, shard: int) -> Any:
-    from relax_train.checkpoint import save_hf
+    from relax_train.checkpoint.save_load import save_hf
 
     run = harness(reference.folder, parallel)
     run.step(reference.rows[0])
@@ -120,7 +120,7 @@ def test_transformers_loads_what_is_exported(
 
 
 def _export_untrained(harness: Any, folder: Path, out: Path) -> None:
-    from relax_train.checkpoint import save_hf
+    from relax_train.checkpoint.save_load import save_hf
 
     save_hf(harness(folder, {}).model, out)
 
@@ -140,8 +140,8 @@ def test_the_exported_configuration_is_the_one_that_was_given(
 
 
 def _export_to_full_disk(harness: Any, reference: Any, out: Path) -> str:
-    from relax_train.checkpoint import save_hf
-    from relax_train.sharded_io import CheckpointError
+    from relax_train.checkpoint.save_load import save_hf
+    from relax_train.checkpoint.sharded_io import CheckpointError
 
     run = harness(reference.folder, SP)
     save_hf(run.model, out)

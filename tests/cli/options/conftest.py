@@ -83,7 +83,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Chooses how many GPUs the driver of this machine reports; none to begin with."""
 
     def choose(n: int) -> None:
-        monkeypatch.setattr("relax_cli.layout._driver_gpus", lambda: n)
+        monkeypatch.setattr("relax_cli.cluster.placement._driver_gpus", lambda: n)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     choose(0)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from relax_cli.config import ConfigError, resolve, to_toml
-from relax_cli.files import to_toml as value_to_toml
-from relax_cli.plan import plan_text
-from relax_cli.registry import namespace
-from relax_cli.schema import Option
+from relax_cli.checks.plan import plan_text
+from relax_cli.config.files import to_toml as value_to_toml
+from relax_cli.config.options import namespace
+from relax_cli.config.resolve import ConfigError, resolve, to_toml
+from relax_cli.config.schema import Option
 
 ODD: dict[type, list[str]] = {
     int: ["0", "1", "2", "3", "-1", "-7", "1000000000000", "1000000000000000000000", "9" * 5000, "x", ""],

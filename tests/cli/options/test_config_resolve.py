@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from relax_cli.config import ConfigError, RunConfig, fit, resolve, to_toml
+from relax_cli.config.resolve import ConfigError, RunConfig, fit, resolve, to_toml
 
 EMPTY: dict[str, str] = {}
 

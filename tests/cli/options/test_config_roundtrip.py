@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from relax_cli.config import RunConfig, resolve, to_toml
-from relax_cli.files import read_file
-from relax_cli.files import to_toml as value_to_toml
-from relax_cli.parser import Namespace
-from relax_cli.schema import UNSET, Kind, Option
+from relax_cli.config.command_line import Namespace
+from relax_cli.config.files import read_file
+from relax_cli.config.files import to_toml as value_to_toml
+from relax_cli.config.resolve import RunConfig, resolve, to_toml
+from relax_cli.config.schema import UNSET, Kind, Option
 
 # What a process can be given as an argument: no NUL, no half of a surrogate pair.
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12) | st.sampled_from(

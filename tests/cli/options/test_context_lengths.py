@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from relax_cli.config import resolve
-from relax_cli.lengths import ContextLengths, context_lengths
-from relax_cli.plan import plan_text
+from relax_cli.checks.lengths import ContextLengths, context_lengths
+from relax_cli.checks.plan import plan_text
+from relax_cli.config.resolve import resolve
 
 START = ("--hf-checkpoint", "small", "--prompt-data", "prompts.jsonl", "--rm-type", "math", "--num-rollout", "1")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_cli.config import ConfigError, resolve
-from relax_train import manifest
-from relax_train.folders import set_latest
+from relax_cli.config.resolve import ConfigError, resolve
+from relax_train.checkpoint import manifest
+from relax_train.checkpoint.folders import set_latest
 
 Weights = Callable[[dict[str, list[int]]], bytes]
 

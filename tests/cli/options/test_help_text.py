@@ -1,8 +1,8 @@
 """`relax train --help`: every flag that users know, grouped by topic."""
 
 import pytest
+from relax_cli.config.options import namespace, settings_classes
 from relax_cli.main import train_help
-from relax_cli.registry import namespace, settings_classes
 
 # All flags of the specification of `relax train`, by topic.
 FLAG_WORDS = """

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_cli import doctor
-from relax_cli.config import RunConfig
+from relax_cli.checks import doctor
+from relax_cli.config.resolve import RunConfig
 from relax_cli.main import main
 
 HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "tensorboard", "matplotlib", "datasets")
@@ -100,7 +100,7 @@ def test_a_start_hands_the_resolved_configuration_to_the_controller(
         seen.append(config)
         return 7
 
-    monkeypatch.setattr("relax_cli.controller.run", run)
+    monkeypatch.setattr("relax_cli.run.launch.run", run)
     assert main(["train", *start, "--balance-data"]) == 7
     assert seen[0].run.num_rollout == 2
     assert seen[0].notes == ()

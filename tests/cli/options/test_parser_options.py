@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 import pytest
-from relax_cli.parser import Namespace, read_command_line, read_environment
-from relax_cli.registry import namespace, settings_classes
-from relax_cli.schema import UNSET, Kind, from_object, from_text, kind_of, merge_options
-from relax_cli.suggest import nearest
+from relax_cli.config.command_line import Namespace, read_command_line, read_environment
+from relax_cli.config.options import namespace, settings_classes
+from relax_cli.config.schema import UNSET, Kind, from_object, from_text, kind_of, merge_options
+from relax_cli.config.suggest import nearest
 from relax_data.options import option
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_cli.config import resolve
-from relax_cli.layout import Layout
+from relax_cli.checks.model_facts import ModelFacts
+from relax_cli.checks.plan import plan_text
+from relax_cli.cluster.placement import Layout
+from relax_cli.config.resolve import resolve
 from relax_cli.main import main
-from relax_cli.model_facts import ModelFacts
-from relax_cli.plan import plan_text
 
 QWEN3_4B_8_GPUS = (
     "--colocate --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from relax_cli import run_folder
-from relax_cli.config import ConfigError, resolve
+from relax_cli.config.resolve import ConfigError, resolve
+from relax_cli.run import folder as run_folder
 
 
 def test_what_belongs_to_one_start_is_kept_under_a_number(tmp_path: Path) -> None:

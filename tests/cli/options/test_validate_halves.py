@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from relax_cli.config import ConfigError, resolve
+from relax_cli.config.resolve import ConfigError, resolve
 
 START = ("--hf-checkpoint", "small", "--prompt-data", "prompts.jsonl", "--label-key", "label", "--rm-type", "math")
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from relax_cli.config import ConfigError, resolve
+from relax_cli.config.resolve import ConfigError, resolve
 
 GPU_PLAN = ["--dry-run", "--num-gpus-per-node", "8"]
 

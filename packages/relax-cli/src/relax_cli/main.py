@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 
-from relax_cli.suggest import did_you_mean
+from relax_cli.config.suggest import did_you_mean
 
 _USAGE = """usage: relax COMMAND [options]
 
@@ -56,7 +56,7 @@ def train(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(train_help(), end="")
         return 0
-    from relax_cli.config import ConfigError, resolve, to_toml
+    from relax_cli.config.resolve import ConfigError, resolve, to_toml
 
     try:
         config = resolve(argv)
@@ -67,24 +67,24 @@ def train(argv: list[str]) -> int:
         print(to_toml(config), end="")
         return 0
     if config.run.dry_run:
-        from relax_cli.plan import plan_text
+        from relax_cli.checks.plan import plan_text
 
         print(plan_text(config), end="")
         return 0
     for warning in config.warnings:
         print(f"relax train: warning: {warning}", file=sys.stderr)
-    from relax_cli.controller import run
+    from relax_cli.run.launch import run
 
     return run(config)
 
 
 def train_help() -> str:
     """The text of `relax train --help`."""
-    from relax_rollout.sglang.settings import SGLangSettings
+    from relax_rollout.engines.sglang.settings import SGLangSettings
 
-    from relax_cli.parser import help_text
-    from relax_cli.registry import namespace, settings_classes
-    from relax_cli.settings import RunSettings
+    from relax_cli.config.command_line import help_text
+    from relax_cli.config.options import namespace, settings_classes
+    from relax_cli.config.settings import RunSettings
 
     notes = {
         RunSettings: "Options come from defaults, then --config FILE, then the environment (RELAX_LR=1e-6), then the "
@@ -103,7 +103,7 @@ def _report(problems: Sequence[str]) -> None:
 
 
 def _doctor(argv: list[str]) -> int:
-    from relax_cli.doctor import main as doctor
+    from relax_cli.checks.doctor import main as doctor
 
     return doctor(argv)
 

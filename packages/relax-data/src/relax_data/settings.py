@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any, ClassVar
 
 from relax_data.errors import DataError
-from relax_data.files import resolve_files
 from relax_data.options import flag, option
+from relax_data.readers.files import resolve_files
 
 _NOT_OF_TEMPLATE = {
     *("conversation", "messages", "tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs"),

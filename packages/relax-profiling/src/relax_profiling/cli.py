@@ -132,8 +132,8 @@ def _json(data: dict[str, Any]) -> str:
 
 
 def _sglang(arguments: argparse.Namespace) -> int:
+    from relax_profiling.recorders.sglang import RolloutProfiler
     from relax_profiling.settings import SGLangProfileSettings
-    from relax_profiling.sglang import RolloutProfiler
 
     settings = SGLangProfileSettings(
         sglang_profile=True,
@@ -165,7 +165,7 @@ def _sglang(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    from relax_profiling.merge import merge_traces
+    from relax_profiling.trace.merge import merge_traces
 
     count, problems = merge_traces(arguments.paths, arguments.out)
     for problem in problems:
@@ -191,7 +191,7 @@ def _memory(arguments: argparse.Namespace) -> int:
 
 def _check_is_no_input(flag: str, out: Path, paths: Sequence[Path]) -> None:
     """Raises :class:`UsageError` when the page would replace a recording that it is made of."""
-    from relax_profiling.runs import find_files
+    from relax_profiling.report.find_files import find_files
 
     if out.exists() and any(out.samefile(file.path) for file in find_files(paths)[0]):
         raise UsageError(f"{flag} {out} is one of the recordings that are read; name another file")

@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 from typing import Any, ClassVar, Literal
 
-from relax_profiling.windows import LaunchOffset, RolloutId, StepWindow, window_problem
+from relax_profiling.recorders.windows import LaunchOffset, RolloutId, StepWindow, window_problem
 
 Activity = Literal["CPU", "GPU", "MEM", "RPD"]
 Target = Literal["train_overall", "train_actor", "train_log_probs"]

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from relax_rollout.values import describe
+from relax_rollout.errors import describe
 
 T = TypeVar("T")
 

@@ -6,14 +6,14 @@ from typing import Any
 
 from relax_data.types import Prompt, SampleGroup, WeightVersion
 
-from relax_rollout.clock import PhaseClock
-from relax_rollout.engine import Engine
-from relax_rollout.generation import GenerationContext, eval_sampling_params, load_generate_function
-from relax_rollout.metrics import sample_metrics
-from relax_rollout.pool import EnginePool
+from relax_rollout.engines.base import Engine
+from relax_rollout.engines.router import EnginePool
+from relax_rollout.generation.generate import GenerationContext, eval_sampling_params, load_generate_function
+from relax_rollout.loop.metrics import sample_metrics
+from relax_rollout.loop.runner import STALL_TIMEOUT_S, GroupRunner, RunningGroups
 from relax_rollout.rewards.base import RewardFunction
-from relax_rollout.runner import STALL_TIMEOUT_S, GroupRunner, RunningGroups
 from relax_rollout.settings import EvalSettings, RolloutSettings
+from relax_rollout.timer import PhaseClock
 
 CORRECT = 1.0
 """A response counts as correct for pass@k when its reward is at least this."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from relax_data.types import SampleGroup
 
+from relax_rollout.errors import describe, shown
 from relax_rollout.hooks import is_async, load_function
-from relax_rollout.values import describe, shown
 
 FilterResult = bool | tuple[bool, str]
 GroupFilter = Callable[[SampleGroup], FilterResult]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from relax_rollout.values import describe
+from relax_rollout.errors import describe
 
 
 def hook_problem(flag: str, path: str) -> str | None:

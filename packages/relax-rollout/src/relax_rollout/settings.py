@@ -5,8 +5,8 @@ from typing import ClassVar, Literal
 
 from relax_data.options import flag, option
 
+from relax_rollout.engines.sglang.settings import SGLangSettings
 from relax_rollout.hooks import hook_problem
-from relax_rollout.sglang.settings import SGLangSettings
 
 EQUAL_REWARDS_FILTER = "relax_rollout.filters:reward_nonzero_std"
 """The shipped filter for ``--dynamic-sampling-filter-path``."""

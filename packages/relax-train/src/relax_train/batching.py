@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from relax_data.packing import CostModel, balance, pack, pack_static
+from relax_data.packing.pack import CostModel, balance, pack, pack_static
 from relax_data.types import TrainBatch
 
 from relax_train.settings.batch import BatchSettings

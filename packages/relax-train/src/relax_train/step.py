@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 from relax_data.types import TrainBatch
 
+from relax_train.algorithms.logprobs import effective_temperature, token_log_probs
+from relax_train.algorithms.losses import MAXIMA, MEANS, metric_names, policy_loss
+from relax_train.backend.device import DeviceContext
+from relax_train.backend.mcore import PackedSeqParams, finalize_model_grads, get_forward_backward_func
+from relax_train.backend.optimizer import Optimizer, StepResult
 from relax_train.batching import (
     MicroBatch,
     Split,
@@ -22,13 +27,8 @@ from relax_train.batching import (
     response_offsets,
     split_responses,
 )
-from relax_train.costs import cost_model
-from relax_train.device import DeviceContext
-from relax_train.logprobs import effective_temperature, token_log_probs
-from relax_train.losses import MAXIMA, MEANS, metric_names, policy_loss
-from relax_train.mcore import PackedSeqParams, finalize_model_grads, get_forward_backward_func
-from relax_train.model import Model
-from relax_train.optimizer import Optimizer, StepResult
+from relax_train.models.build import Model
+from relax_train.models.costs import cost_model
 from relax_train.settings import TrainSettings
 
 Row = dict[str, torch.Tensor]
@@ -92,7 +92,7 @@ class Passes:
         Args:
             batch: the samples of the optimizer step.
             columns: ``weights``, ``mask``, ``advantages``, ``rollout_log_probs``, and optionally ``old_log_probs`` and
-                ``ref_log_probs``: the arguments of :func:`relax_train.losses.policy_loss`.
+                ``ref_log_probs``: the arguments of :func:`relax_train.algorithms.losses.policy_loss`.
 
         Returns:
             metrics of the step over all ranks, the same on every rank, and ``micro_batches`` of a rank.
@@ -220,8 +220,8 @@ def update_weights(optimizer: Optimizer) -> StepResult | None:
 def _finalize(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
     """Megatron's reduction of gradients over ranks, without its division by the number of tokens.
 
-    The weights of :func:`relax_train.losses.token_weights` hold the normalisation over the whole step, which also
-    covers the mean over samples.
+    The weights of :func:`relax_train.algorithms.losses.token_weights` hold the normalisation over the whole step, which
+    also covers the mean over samples.
     """
     finalize_model_grads(chunks, None, **options)
 

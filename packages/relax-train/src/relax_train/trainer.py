@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 from relax_data.types import TrainBatch
 
-from relax_train.advantages import compute_advantages
+from relax_train.algorithms.advantages import compute_advantages
+from relax_train.algorithms.losses import token_weights
+from relax_train.algorithms.reference import ReferenceWeights
+from relax_train.backend.offload import Offload
+from relax_train.backend.optimizer import Optimizer, build_optimizer
+from relax_train.backend.parallel import Layout, setup_layout, teardown_layout
 from relax_train.batching import check_samples, optimizer_steps
-from relax_train.checkpoint import load_checkpoint, save_checkpoint, save_hf
-from relax_train.export import weight_buckets
-from relax_train.hf_weights import load_hf_weights
-from relax_train.layout import Layout, setup_layout, teardown_layout
-from relax_train.losses import token_weights
-from relax_train.model import Model, build_model, check_same_architecture
+from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint, save_hf
+from relax_train.models.build import Model, build_model, check_same_architecture
+from relax_train.models.export import weight_buckets
+from relax_train.models.hf_mapping import load_hf_weights
 from relax_train.observer import NullObserver, StepObserver
-from relax_train.offload import Offload
-from relax_train.optimizer import Optimizer, build_optimizer
-from relax_train.reference import ReferenceWeights
 from relax_train.settings import TrainSettings
 from relax_train.step import Passes, update_weights
 
@@ -140,7 +140,7 @@ class Trainer:
     # ------------------------------------------------------------------ weights out
 
     def weight_buckets(self, max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """The weights under their Hugging Face names, full tensors on every rank: see :mod:`relax_train.export`.
+        """The weights under their Hugging Face names, full tensors on every rank: see :mod:`relax_train.models.export`.
 
         Args:
             max_bytes: size of a bucket (``--update-weight-buffer-size``); a larger tensor comes alone.

@@ -10,8 +10,8 @@ from relax_profiling.analysis.ranks import rank_waits
 from relax_profiling.analysis.stages import engine_stages
 from relax_profiling.analysis.top import top_kernels, top_operators
 from relax_profiling.report.advice import find_advice
+from relax_profiling.report.find_files import FoundFile, find_files
 from relax_profiling.report.model import MemoryReport, Report, TraceReport
-from relax_profiling.runs import FoundFile, find_files
 from relax_profiling.snapshot.analyse import DeviceMemory, analyse_snapshot, growth
 from relax_profiling.snapshot.memray_file import read_memray
 from relax_profiling.snapshot.unpickle import NotASnapshot, load_snapshot

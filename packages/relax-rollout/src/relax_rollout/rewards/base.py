@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 from relax_data.types import Sample, SampleGroup
 
 from relax_rollout.concurrency import LoopLocal, gather_or_cancel, guarded
-from relax_rollout.values import describe, shown, to_plain
+from relax_rollout.errors import describe, shown, to_plain
 
 CALL_TIMEOUT_S = 600.0
 """Seconds that one reward call may take before the run stops with an error that names it."""

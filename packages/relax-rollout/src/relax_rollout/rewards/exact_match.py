@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from relax_data.types import Sample
 
+from relax_rollout.errors import shown
 from relax_rollout.rewards.base import Reward, RewardError
-from relax_rollout.values import shown
 
 
 class ExactMatch(Reward):

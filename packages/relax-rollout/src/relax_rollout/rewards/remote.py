@@ -12,8 +12,8 @@ import httpx
 from relax_data.types import Sample
 
 from relax_rollout.concurrency import LoopLocal
+from relax_rollout.errors import to_plain
 from relax_rollout.rewards.base import Reward
-from relax_rollout.values import to_plain
 
 ATTEMPTS = 4
 """Calls in all when the server cannot be reached, is overloaded (429) or fails (5xx)."""

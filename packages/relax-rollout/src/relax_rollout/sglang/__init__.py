@@ -1,1 +1,1 @@
-"""The SGLang engine: server process, HTTP client, weight update. Nothing heavy is imported here."""
+"""Names that users import; the code is in :mod:`relax_rollout.engines.sglang`."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from relax_data.options import option
 
 MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe")
-"""``model_type`` of the Hugging Face configurations that :mod:`relax_train.model` can build."""
+"""``model_type`` of the Hugging Face configurations that :mod:`relax_train.models.build` can build."""
 SHAPE_KEYS = (
     "model_type",
     "hidden_size",

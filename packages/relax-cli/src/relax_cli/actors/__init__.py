@@ -1,1 +1,0 @@
-"""The processes that Ray places: engines, the rollout manager, the trainer's ranks."""

@@ -1,0 +1,136 @@
+"""Checks of the files and folders that the options name: what is read is whole and fits, what is written can be."""
+
+import contextlib
+import dataclasses
+import os
+from pathlib import Path
+
+from relax_data.options import flag
+from relax_train.checkpoint import manifest
+from relax_train.checkpoint.folders import CheckpointError
+from relax_train.settings.checkpoint import LATEST
+from relax_train.settings.model import read_hf_config
+
+from relax_cli.checks.model_facts import ModelFacts
+from relax_cli.checks.weight_files import weight_problems
+from relax_cli.cluster.placement import SIZES
+from relax_cli.config.derive import PATHS
+from relax_cli.config.resolve import RunConfig
+from relax_cli.run import folder as run_folder
+
+Problems = list[str]
+
+
+def file_problems(config: RunConfig) -> Problems:
+    """What is wrong with files that are there; what is missing, only a start needs (:func:`file_needs`)."""
+    return [*_home_problems(config), *_weight_problems(config), *_resume_problems(config)]
+
+
+def file_needs(config: RunConfig) -> Problems:
+    """Files and folders that a run needs and a plan can do without."""
+    found = []
+    if config.train.checkpoint.load is None and run_folder.holds_a_run(config.run_dir):
+        found.append(
+            f"another --tb-experiment-name, for example {config.name}-2: {config.run_dir} holds the metrics of an "
+            "earlier run; or, to go on with that run, --load and the folder that it had as --save"
+        )
+    folder = Path(config.train.model.hf_checkpoint)
+    if os.path.isfile(folder / "config.json"):
+        found += _folder_needs("--hf-checkpoint", folder, tokenizer=True)
+    reference = config.train.model.ref_load
+    if reference is not None and os.path.isfile(os.path.join(reference, "config.json")):
+        found += _folder_needs("--ref-load", Path(reference), tokenizer=False)
+    return found + _unwritable(config)
+
+
+def _folder_needs(option: str, folder: Path, *, tokenizer: bool) -> Problems:
+    names = os.listdir(folder)
+    found = []
+    if not any(n.endswith(".safetensors") for n in names):
+        found.append(f"{option} {folder} has no weights: it must hold *.safetensors files; download the whole model")
+    if tokenizer and not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(names):
+        found.append(f"{option} {folder} has no tokenizer: it must hold tokenizer.json; download the whole model")
+    return found
+
+
+def _unwritable(config: RunConfig) -> Problems:
+    """Folders that this run would have to make and cannot; on a cluster that is joined only the driver's own."""
+    checkpoint, samples = config.train.checkpoint, config.debug.save_debug_rollout_data
+    wanted = {f"the run directory {config.run_dir} (made where the command is started)": config.run_dir}
+    if config.sglang_profile.sglang_profile or config.train_profile.use_pytorch_profiler:
+        wanted[f"the folder of traces {config.trace_dir} (made where the command is started)"] = config.trace_dir
+    if config.cluster.ray_address is None:
+        paths = {"save": checkpoint.save, "save_hf": checkpoint.save_hf, "wandb_dir": config.logging.wandb_dir}
+        paths["sglang_profile_output_dir"] = config.sglang_profile.sglang_profile_output_dir
+        paths["memory_snapshot_dir"] = config.memory_profile.memory_snapshot_dir
+        paths["save_debug_rollout_data"] = os.path.dirname(samples) if samples else None
+        wanted |= {f"{flag(name)} {path}": Path(path) for name, path in paths.items() if path}
+    found = []
+    for what, path in wanted.items():
+        there = next(p for p in (path, *path.parents) if os.path.lexists(p))
+        if not there.is_dir():
+            found.append(f"a place for {what}: {there} is not a folder; choose another path")
+        elif not os.access(there, os.W_OK | os.X_OK):
+            found.append(f"a place for {what}: this user may not write into {there}; choose another path")
+    return found
+
+
+def _home_problems(config: RunConfig) -> Problems:
+    values = {f.name: getattr(part, f.name) for part in config.parts() for f in dataclasses.fields(part)}
+    return [
+        f"{flag(name)} {values[name]}: there is no user of that name whose home it could be; write the path itself, or "
+        f"./{values[name]} for a folder of that name"
+        for name in PATHS
+        if str(values[name]).startswith("~")
+    ]
+
+
+def _weight_problems(config: RunConfig) -> Problems:
+    """Weights that are there but damaged, or of another model than the ``config.json`` beside them."""
+    model, found = config.train.model, []
+    for option, folder in (("--hf-checkpoint", model.hf_checkpoint), ("--ref-load", model.ref_load)):
+        if not folder or not os.path.isdir(folder):
+            continue
+        facts = None
+        with contextlib.suppress(ValueError):  # that is said elsewhere
+            hf_config = read_hf_config(folder)
+            if not hf_config.get("quantization_config"):
+                facts = ModelFacts.from_config(hf_config)
+            elif not config.debug.debug_rollout_only:
+                found.append(
+                    f"{option}: {folder} is quantised (quantization_config in config.json), which is for generation "
+                    "only: use the model in bfloat16 or float32"
+                )
+        found += [f"{option}: {problem}" for problem in weight_problems(Path(folder), facts)]
+    return found
+
+
+def _resume_problems(config: RunConfig) -> Problems:
+    """A checkpoint of ``--load`` that this run could not go on with."""
+    load, model = config.train.checkpoint.load, config.train.model
+    if load is None or not os.path.isdir(load) or config.debug.debug_rollout_only:
+        return []
+    if load != config.train.checkpoint.save and not os.path.isfile(os.path.join(load, LATEST)):
+        return []  # the checkpoint's settings say so
+    try:
+        checkpoint = manifest.find(Path(load))
+    except CheckpointError as error:
+        return [f"--load: {error}"]
+    if checkpoint is None:
+        return []
+    folder, saved = checkpoint
+    parallel = config.train.parallel
+    sizes = {name: getattr(parallel, name) for name in SIZES}
+    sizes["expert_tensor_parallel_size"] = parallel.resolved_expert_tensor_parallel_size
+    found = [manifest.files_problem(folder)]
+    try:
+        found.append(manifest.architecture_problem(saved, read_hf_config(model.hf_checkpoint), folder))
+        found.append(manifest.layout_problem(saved, sizes, folder))
+        on_gpu = None if config.layout is None else config.layout.device == "cuda"
+        if (bf16 := on_gpu if model.bf16 is None else model.bf16) is not None:
+            found.append(manifest.precision_problem(saved, "bfloat16" if bf16 else "float32", folder))
+    except (TypeError, AttributeError, KeyError):
+        found.append(f"{folder / manifest.MANIFEST} is damaged. {manifest.way_out(folder)}")
+    except ValueError:
+        pass  # --hf-checkpoint itself cannot be read, which is said elsewhere
+    return [f"--load: {problem}" for problem in found if problem is not None]

@@ -1,0 +1,64 @@
+"""How long a sample may be, and what context length an engine needs for that."""
+
+import dataclasses
+
+from relax_train.batching import Split
+from relax_train.settings.model import read_hf_config
+
+from relax_cli.checks.model_facts import ModelFacts
+from relax_cli.config.resolve import RunConfig
+
+ENGINE_MARGIN = 6
+"""Tokens of its context length that SGLang never gives to a request: it refuses prompts of context length - 6 tokens
+and more, and cuts responses two tokens earlier than asked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextLengths:
+    """Tokens of prompt and response together.
+
+    Attributes:
+        sample: most of a sample. None: no limit is known.
+        trained: the same for a sample that is trained, which must fit into a micro-batch; a prompt that leaves no room
+            is dropped and counted.
+        engine: context length that the engines are started with; None: the model's, or --sglang-context-length.
+    """
+
+    sample: int | None
+    trained: int | None
+    engine: int | None
+
+
+def context_lengths(config: RunConfig) -> ContextLengths:
+    """The limits of a run: ``--rollout-max-context-len``, and what the model and the engine can hold.
+
+    An engine gets :data:`ENGINE_MARGIN` tokens more than a sample may have, where the model allows them; where it does
+    not, samples are that much shorter.
+    """
+    asked = config.rollout.rollout_max_context_len
+    # SGLang also takes 32k and the like; such a value is left to it.
+    by_hand = str(config.sglang.sglang_extra.get("context_length", ""))
+    model = ModelFacts.from_config(read_hf_config(config.train.model.hf_checkpoint)).max_positions
+    holds = int(by_hand) if by_hand.isdigit() else model
+    engine = None
+    sample = None if holds is None else holds - ENGINE_MARGIN
+    if asked is not None:
+        engine = asked + ENGINE_MARGIN if holds is None else min(asked + ENGINE_MARGIN, holds)
+        sample = min(asked, engine - ENGINE_MARGIN)
+    limits = [sample] if sample is not None else []
+    if not config.debug.debug_rollout_only:
+        limits += micro_batch_tokens(config).values()
+    return ContextLengths(sample, min(limits, default=None), None if by_hand else engine)
+
+
+def micro_batch_tokens(config: RunConfig) -> dict[str, int]:
+    """Tokens of the longest sample that fits into a dynamic micro-batch, by the option that says so; empty without."""
+    batch, parallel = config.train.batch, config.train.parallel
+    if not batch.use_dynamic_batch_size:
+        return {}
+    cp = max(1, parallel.context_parallel_size)
+    split = Split(cp_size=cp, sequence_size=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    caps = {n: getattr(batch, n) for n in ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu")}
+    # A micro-batch is padded to a multiple of what it is divided by, and so is each sample in it.
+    step = split.total_multiple
+    return {name: cap * cp // step * step for name, cap in caps.items() if cap is not None and cap >= 1}

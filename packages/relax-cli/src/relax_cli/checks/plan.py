@@ -1,0 +1,247 @@
+"""`relax train --dry-run`: what a start would do, worked out from the options and the model's `config.json` alone."""
+
+from collections.abc import Iterable
+
+from relax_data.options import flag
+from relax_train.settings.model import read_hf_config
+
+from relax_cli.checks.lengths import context_lengths, micro_batch_tokens
+from relax_cli.checks.model_facts import ModelFacts
+from relax_cli.cluster.placement import Layout
+from relax_cli.config.resolve import RunConfig
+
+Rows = list[tuple[str, str]]
+
+GB = 1e9
+
+
+def plan_text(config: RunConfig) -> str:
+    """The plan as plain text, one aligned table a topic."""
+    facts = ModelFacts.from_config(read_hf_config(config.train.model.hf_checkpoint))
+    topics: list[tuple[str, Rows]] = [
+        ("Run", _run(config)),
+        ("Model", _model(config, facts)),
+        ("Processes and placement", _processes(config)),
+        ("Parallel layout of the trainer", _parallel(config)),
+        ("Batches", _batches(config)),
+        ("Memory of one GPU" if _on_gpu(config) else "Memory", _memory(config, facts)),
+        ("Files it will write", _files(config)),
+    ]
+    lines = [f"Plan of run {config.name}: nothing was started"]
+    for title, rows in topics:
+        if rows:
+            lines += ["", title, *_aligned(rows)]
+    if config.warnings:
+        lines += ["", "Warnings", *(f"  - {warning}" for warning in config.warnings)]
+    if config.notes:
+        lines += ["", "A real start still needs", *(f"  - {note}" for note in config.notes)]
+    return "\n".join(lines) + "\n"
+
+
+def _aligned(rows: Iterable[tuple[str, str]]) -> list[str]:
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    return [f"  {name:<{width}}  {value}" for name, value in rows]
+
+
+def _on_gpu(config: RunConfig) -> bool:
+    return config.layout is None or config.layout.device == "cuda"
+
+
+def _run(config: RunConfig) -> Rows:
+    run, debug = config.run, config.debug
+    mode = "fully async" if config.cluster.fully_async else "colocate: generate and train in turn"
+    if config.cluster.fully_async:
+        mode += f": generate and train at once, staleness at most {config.cluster.max_staleness}"
+    if debug.debug_rollout_only:
+        mode = "generate and score only (--debug-rollout-only)"
+    if debug.debug_train_only:
+        mode = "train on saved samples only (--debug-train-only)"
+    length = "not given"
+    if run.num_rollout is not None:
+        length = f"{run.num_rollout} rollouts"
+    if run.num_epoch is not None:
+        length = f"{run.num_epoch} passes over the prompt data"
+    rows = [("mode", mode), ("length", length), ("prompts", " ".join(config.data.prompt_data) or "saved samples")]
+    if run.eval_interval is not None:
+        names = ", ".join(config.eval.eval_prompt_data[::2])
+        before = "" if run.skip_eval_before_train else "before the first and "
+        rows.append(("evaluation", f"{names}, {before}after every {run.eval_interval} rollouts"))
+    return rows
+
+
+def _model(config: RunConfig, facts: ModelFacts) -> Rows:
+    experts = f", {facts.experts} experts of which {facts.experts_per_token} a token" if facts.experts else ""
+    precision = "bfloat16, float32 master weights" if _bf16(config) else "float32"
+    return [
+        ("checkpoint", config.train.model.hf_checkpoint),
+        ("kind", f"{facts.model_type}, {facts.layers} layers, hidden {facts.hidden}, {facts.heads} heads{experts}"),
+        ("parameters", f"{facts.parameters / 1e9:.2f} B" if facts.parameters > 1e8 else f"{facts.parameters:,}"),
+        ("precision", precision),
+    ]
+
+
+def _bf16(config: RunConfig) -> bool:
+    chosen = config.train.model.bf16
+    return _on_gpu(config) if chosen is None else chosen
+
+
+def _processes(config: RunConfig) -> Rows:
+    layout, cluster = config.layout, config.cluster
+    ray = f"joins {cluster.ray_address}" if cluster.ray_address else "started on this machine for the run"
+    if layout is None:
+        return [("Ray", ray), ("trainer and engines", "on all GPUs of the cluster")]
+    trainer = f"{layout.train_ranks} ranks" if layout.train_ranks > 1 else "1 rank"
+    engines = f"{layout.engines} SGLang servers" if layout.engines > 1 else "1 SGLang server"
+    if layout.device == "cpu":
+        rows = [("GPUs", "none: everything runs on CPU"), ("trainer", trainer), ("engines", engines)]
+    else:
+        nodes = cluster.actor_num_nodes
+        where = (
+            f"{nodes} node x {cluster.actor_num_gpus_per_node} GPUs"
+            if nodes == 1
+            else (f"{nodes} nodes x {cluster.actor_num_gpus_per_node} GPUs")
+        )
+        on = (
+            "the same GPUs, in turn with the trainer"
+            if layout.shared
+            else (f"{layout.engines * layout.gpus_per_engine} GPUs of their own")
+        )
+        rows = [
+            ("GPUs", f"{layout.gpus} in all"),
+            ("trainer", f"{trainer}, one a GPU: {where}"),
+            ("engines", f"{engines}, {layout.gpus_per_engine} GPU{'s' * (layout.gpus_per_engine > 1)} each, on {on}"),
+        ]
+    if config.debug.debug_rollout_only:
+        rows = [r for r in rows if r[0] != "trainer"]
+    if config.debug.debug_train_only:
+        rows = [r for r in rows if r[0] != "engines"]
+    return [("Ray", ray), *rows]
+
+
+def _parallel(config: RunConfig) -> Rows:
+    layout, parallel = config.layout, config.train.parallel
+    if layout is None or config.debug.debug_rollout_only:
+        return []
+    rows = [
+        ("TP x PP x CP x DP", f"{layout.tp} x {layout.pp} x {layout.cp} x {layout.dp} = {layout.train_ranks} ranks"),
+    ]
+    if layout.ep > 1 or parallel.expert_tensor_parallel_size is not None:
+        rows.append(("experts: EP x ETP x DP", f"{layout.ep} x {layout.etp} x {layout.expert_dp} a pipeline stage"))
+    rows.append(("sequence parallel", "on" if parallel.sequence_parallel else "off"))
+    recompute: str = parallel.recompute_granularity or "off"
+    if parallel.recompute_method is not None:
+        recompute += f", {parallel.recompute_method}, {parallel.recompute_num_layers} layers"
+    rows.append(("recompute", recompute))
+    return rows
+
+
+def _batches(config: RunConfig) -> Rows:
+    rollout, batch, layout = config.rollout, config.train.batch, config.layout
+    prompts, each = rollout.rollout_batch_size, rollout.n_samples_per_prompt
+    samples = prompts * each
+    size, steps = batch.global_batch_size or samples, batch.num_steps_per_rollout or 1
+    rows = [
+        ("samples a rollout", f"{prompts} prompts x {each} responses = {samples}"),
+        ("optimizer steps a rollout", f"{samples} samples / {size} a step = {steps}"),
+    ]
+    if rollout.submitted_prompts > prompts:
+        surplus = f"{rollout.submitted_prompts} prompts submitted, the first {prompts} are used"
+        if not config.cluster.fully_async:
+            surplus += f"; whole surplus waits, at most {config.cluster.max_staleness} version(s) old (--max-staleness)"
+        rows.insert(1, ("over-sampling", surplus))
+    if (longest := context_lengths(config).trained) is not None:
+        rows.append(("longest sample", f"{longest} tokens, {_why_longest(config, longest)}"))
+    if layout is not None:
+        rows.append(("samples a rank and step", f"{size} / {layout.dp} = {size / layout.dp:g}"))
+    if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is not None:
+        cp = config.train.parallel.context_parallel_size
+        rows.append(
+            ("micro-batch", f"at most {batch.max_tokens_per_gpu} x CP {cp} = {batch.max_tokens_per_gpu * cp} tokens")
+        )
+        cap = batch.log_probs_cap or 0
+        rows.append(("log-prob pass", f"at most {cap} x CP {cp} = {cap * cp} tokens"))
+    else:
+        rows.append(("micro-batch", f"{batch.micro_batch_size} samples"))
+    return rows
+
+
+def _why_longest(config: RunConfig, longest: int) -> str:
+    for name, holds in micro_batch_tokens(config).items():
+        if holds == longest != config.rollout.rollout_max_context_len and not config.debug.debug_rollout_only:
+            return (
+                f"what a micro-batch holds ({flag(name)}): a response ends there, a prompt without room is dropped; "
+                "--rollout-max-context-len sets it"
+            )
+    return "the least of --rollout-max-context-len and what the model holds"
+
+
+def _memory(config: RunConfig, facts: ModelFacts) -> Rows:
+    layout = config.layout
+    if layout is None:
+        return []
+    rows: Rows = []
+    if not config.debug.debug_rollout_only:
+        rows += _trainer_memory(config, facts, layout)
+    if not config.debug.debug_train_only:
+        rows += _engine_memory(config, facts, layout)
+    return rows
+
+
+def _trainer_memory(config: RunConfig, facts: ModelFacts, layout: Layout) -> Rows:
+    offload = config.train.parallel.optimizer_cpu_offload
+    device, host = facts.training_bytes(layout, bf16=_bf16(config), offload=offload)
+    rows = [("trainer: weights, gradients, optimizer", f"{_size(device)} a rank, activations come on top")]
+    if host:
+        rows.append(("trainer: optimizer on the host", f"{_size(host)} a rank"))
+    tokens = config.train.batch.max_tokens_per_gpu
+    if tokens is not None:
+        rows.append(("trainer: logits in float32", f"{_size(4 * tokens * facts.vocab // layout.tp)} a micro-batch"))
+    return rows
+
+
+def _engine_memory(config: RunConfig, facts: ModelFacts, layout: Layout) -> Rows:
+    width = 2 if _bf16(config) else 4
+    weights = facts.parameters * width // layout.gpus_per_engine
+    token = 2 * facts.layers * facts.kv_heads * facts.head_dim * width
+    share = f", of --sglang-mem-fraction-static {config.sglang.sglang_mem_fraction_static} of the GPU"
+    return [
+        ("engine: weights", _size(weights) + (share if layout.device == "cuda" else "")),
+        ("engine: KV cache", f"{token / 1e3:.1f} kB a token of a sequence"),
+    ]
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / GB:.1f} GB" if n_bytes >= GB / 10 else f"{n_bytes / 1e6:.1f} MB"
+
+
+def _files(config: RunConfig) -> Rows:
+    names = ["logs/", "config.toml", "metrics.jsonl", "summary.json", "reward.png"]
+    if config.logging.use_tensorboard:
+        names.append("tensorboard/")
+    rows = [("run directory", f"{config.run_dir}/"), ("in it", ", ".join(names))]
+    rows += _checkpoint_files(config)
+    if config.debug.save_debug_rollout_data is not None:
+        rows.append(("samples of each rollout", config.debug.save_debug_rollout_data))
+    if config.sglang_profile.sglang_profile:
+        folder = config.sglang_profile.sglang_profile_output_dir or f"{config.trace_dir / 'sglang_trace'}"
+        rows.append(("SGLang traces", f"{folder}/rollout_<id>/"))
+    if config.train_profile.use_pytorch_profiler:
+        rows.append(("training traces", f"{config.trace_dir / 'train_trace'}/"))
+    if config.memory_profile.record_memory_history:
+        folder = config.memory_profile.memory_snapshot_dir or f"{config.trace_dir / 'memory_snapshot'}"
+        rows.append(("memory snapshots", f"{folder}/"))
+    return rows
+
+
+def _checkpoint_files(config: RunConfig) -> Rows:
+    checkpoint = config.train.checkpoint
+    when = "after the last rollout"
+    if checkpoint.save_interval is not None:
+        when = f"every {checkpoint.save_interval} rollouts and {when}"
+    rows = []
+    if checkpoint.save is not None:
+        rows.append(("checkpoints", f"{checkpoint.save}/, {when}"))
+    if checkpoint.save_hf is not None:
+        rows.append(("Hugging Face exports", f"{checkpoint.save_hf}, {when}"))
+    return rows

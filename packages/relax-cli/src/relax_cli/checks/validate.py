@@ -1,0 +1,371 @@
+"""Checks that need more than one package's settings."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from relax_data.options import flag, given_flags
+from relax_data.readers.files import resolve_files
+from relax_train.settings.model import read_hf_config
+
+from relax_cli.checks.file_checks import file_needs, file_problems
+from relax_cli.checks.lengths import micro_batch_tokens
+from relax_cli.checks.model_facts import ModelFacts
+from relax_cli.cluster.placement import SIZES, local_gpus
+from relax_cli.config.resolve import RunConfig
+
+Problems = list[str]
+
+_FATAL_RECORDINGS = 12
+
+
+def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problems]:
+    """Everything that is wrong with a configuration.
+
+    Args:
+        planning: nothing will be started, so what this machine has does not matter.
+
+    Returns:
+        (what is wrong with the options, what a real start needs beside them). The second list is an error for a start
+        and a note for a plan.
+    """
+    wrong: Problems = []
+    for part in config.parts():
+        try:
+            wrong += part.problems(config.given)
+        except OSError as error:
+            wrong.append(_unreadable(error, config, part))
+    checks: list[Callable[[RunConfig], Problems]] = [
+        file_problems,
+        _mode_problems,
+        _batch_problems,
+        _gpu_problems,
+        _model_problems,
+        _length_problems,
+        _reference_problems,
+        _schedule_problems,
+        _eval_problems,
+        _debug_problems,
+    ]
+    for check in checks:
+        wrong += check(config)
+    needed = _start_needs(config)
+    if not planning:
+        needed += _machine_problems(config)
+    return list(dict.fromkeys(wrong)), list(dict.fromkeys(needed))
+
+
+def _unreadable(error: OSError, config: RunConfig, part: Any) -> str:
+    """A path that the file system itself refuses: the option that holds it, and why."""
+    values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.name in config.given}
+    named = [n for n, v in values.items() if v and error.filename and str(v) in str(error.filename)]
+    return f"{given_flags(named or list(values))}: cannot read {error.filename}: {error.strerror}; choose another path"
+
+
+def layout_problems(config: RunConfig, available_gpus: int) -> Problems:
+    """What does not fit between the options and a cluster of so many GPUs, once it has been joined."""
+    assert config.layout is not None, "with a number of GPUs there is always a layout"
+    if config.layout.gpus > available_gpus:
+        return [
+            f"the run needs {config.layout.gpus} GPUs but the Ray cluster has {available_gpus}: lower "
+            "--actor-num-nodes or --actor-num-gpus-per-node, or join a larger cluster with --ray-address"
+        ]
+    return [*_gpu_problems(config), *_model_problems(config)]
+
+
+def _mode_problems(config: RunConfig) -> Problems:
+    found = []
+    if config.cluster.fully_async:
+        if config.train.batch.balance_data:
+            found.append(
+                "--balance-data works with --colocate only: with --fully-async each data-parallel rank takes its "
+                "samples from TransferQueue as they come, before the others are known; remove one of the two"
+            )
+        return found
+    if "num_data_storage_units" in config.given:
+        found.append("--num-data-storage-units has no effect without --fully-async: remove it, or add --fully-async")
+    if "max_staleness" in config.given and not _leaves_surplus(config):
+        found.append(
+            "--max-staleness has no effect without --fully-async or over-sampling: every sample is then on-policy; "
+            "remove it, or add --fully-async, or an --over-sampling-batch-size above --rollout-batch-size"
+        )
+    return found
+
+
+def _leaves_surplus(config: RunConfig) -> bool:
+    """Whether a rollout of a colocate run may leave whole groups for the next one, which has newer weights."""
+    rollout = config.rollout
+    return rollout.submitted_prompts > rollout.rollout_batch_size or rollout.rollout_function_path is not None
+
+
+def _batch_problems(config: RunConfig) -> Problems:
+    """The arithmetic of rollout and optimizer steps, with its numbers in the message."""
+    batch, prompts, each = config.train.batch, config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
+    if min(prompts, each, batch.global_batch_size or 1, batch.num_steps_per_rollout or 1) < 1:
+        return []
+    try:
+        batch.samples_per_step(prompts * each)
+    except ValueError as error:
+        arithmetic = f"--rollout-batch-size {prompts} x --n-samples-per-prompt {each} = {prompts * each} samples"
+        return [f"{arithmetic}: {error}"]
+    return []
+
+
+def _gpu_problems(config: RunConfig) -> Problems:
+    layout, cluster = config.layout, config.cluster
+    if layout is None:
+        return []
+    if layout.device == "cpu":
+        return _cpu_problems(config)
+    per_engine = config.sglang.rollout_num_gpus_per_engine
+    gpus = layout.train_ranks if layout.shared else cluster.rollout_num_gpus or 0
+    if per_engine >= 1 and gpus % per_engine:
+        return [
+            f"the engines have {gpus} GPUs, which is no multiple of --rollout-num-gpus-per-engine {per_engine}: "
+            "change one of them"
+        ]
+    if per_engine > cluster.num_gpus_per_node:
+        return [
+            f"--rollout-num-gpus-per-engine {per_engine} is more than one node has (--num-gpus-per-node "
+            f"{cluster.num_gpus_per_node}): an engine must fit into a node"
+        ]
+    return []
+
+
+def _cpu_problems(config: RunConfig) -> Problems:
+    found = []
+    if config.cluster.fully_async:
+        found.append("--fully-async needs GPUs, and --actor-num-gpus-per-node is 0: raise it, or use --colocate")
+    idle = [
+        n
+        for n, idles in (
+            ("rollout_num_gpus_per_engine", config.sglang.rollout_num_gpus_per_engine > 1),
+            ("num_gpus_per_node", "num_gpus_per_node" in config.given),
+            ("optimizer_cpu_offload", config.train.parallel.optimizer_cpu_offload),
+        )
+        if idles
+    ]
+    if idle:
+        found.append(f"{given_flags(idle)} without effect: the run has no GPUs; remove it, or run where there are some")
+    return found
+
+
+def _model_problems(config: RunConfig) -> Problems:
+    """Parallel sizes against the model; what is wrong with the folder itself, the model's settings say."""
+    try:
+        hf_config = read_hf_config(config.train.model.hf_checkpoint)
+    except ValueError:
+        return []
+    try:
+        facts = ModelFacts.from_config(hf_config)
+    except ValueError as error:
+        return [f"--hf-checkpoint {config.train.model.hf_checkpoint}: {error}"]
+    found = []
+    if config.layout is not None and not config.debug.debug_rollout_only:
+        parallel = config.train.parallel
+        sizes = [n for n in SIZES if (getattr(parallel, n) or 1) > 1]
+        for problem in parallel.model_problems(hf_config, config.layout.train_ranks):
+            # Those about the number of ranks speak of TP and PP: say which flags that are.
+            found.append(problem if "--" in problem else f"{problem} ({given_flags(sizes)})")
+    tp = config.sglang.rollout_num_gpus_per_engine
+    if tp > 1 and facts.heads % tp:
+        found.append(
+            f"--rollout-num-gpus-per-engine {tp} does not divide the model's num_attention_heads {facts.heads}: "
+            "choose a divisor of it"
+        )
+    longest = config.rollout.rollout_max_context_len
+    if longest is not None and facts.max_positions is not None and longest > facts.max_positions:
+        found.append(
+            f"--rollout-max-context-len {longest} is more than the model's max_position_embeddings "
+            f"{facts.max_positions}: lower it"
+        )
+    return found
+
+
+def _length_problems(config: RunConfig) -> Problems:
+    """A sample that may be longer than a micro-batch, as far as lengths are known before the run."""
+    rollout, batch, found = config.rollout, config.train.batch, []
+    limit, prompt, response = (
+        rollout.rollout_max_context_len,
+        config.data.rollout_max_prompt_len,
+        rollout.rollout_max_response_len,
+    )
+    if limit is not None and prompt is not None and prompt >= limit:
+        found.append(
+            f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {limit}: "
+            "lower the one or raise the other"
+        )
+    longest, why = response + 1, f"--rollout-max-response-len {response} + a prompt of at least 1"
+    if prompt is not None:
+        longest, why = response + prompt, f"--rollout-max-response-len {response} + --rollout-max-prompt-len {prompt}"
+    if limit is not None and (prompt is None or limit < longest):
+        longest, why = limit, f"--rollout-max-context-len {limit}"
+    cp = config.train.parallel.context_parallel_size
+    for name, holds in micro_batch_tokens(config).items():
+        if holds < longest and (name == "max_tokens_per_gpu" or name in config.given):
+            found.append(
+                f"a sample may have {longest} tokens ({why}), but a micro-batch holds at most {holds} ({flag(name)} "
+                f"{getattr(batch, name)} x --context-parallel-size {cp}): raise {flag(name)} or "
+                "--context-parallel-size, or lower the lengths"
+            )
+    return found
+
+
+def _reference_problems(config: RunConfig) -> Problems:
+    if config.train.model.ref_load is not None and not config.train.algorithm.needs_reference:
+        return [
+            "--ref-load has no effect: no KL coefficient is above 0, so there is no reference model; add --use-kl-loss "
+            "and --kl-loss-coef, or --kl-coef, or remove it"
+        ]
+    return []
+
+
+def _schedule_problems(config: RunConfig) -> Problems:
+    optimizer = config.train.optimizer
+    if optimizer.lr_decay_style == "constant" or optimizer.lr_decay_iters is not None:
+        return []
+    if config.run.num_epoch is not None and not config.debug.debug_rollout_only:
+        return [
+            f"--lr-decay-style {optimizer.lr_decay_style} needs an end, and with --num-epoch the number of optimizer "
+            "steps is not known before the data is read: add --lr-decay-iters, or use --num-rollout"
+        ]
+    return []
+
+
+def _eval_problems(config: RunConfig) -> Problems:
+    found = []
+    data, interval = config.eval.eval_prompt_data, config.run.eval_interval
+    if data and interval is None:
+        found.append("--eval-prompt-data has no effect without --eval-interval: add it, or remove the data")
+    if interval is not None and not data:
+        found.append(
+            "--eval-interval has no effect without --eval-prompt-data NAME PATH: add it, or remove the interval"
+        )
+    for name, path in zip(data[::2], data[1::2], strict=False):
+        try:
+            resolve_files((path,))
+        except (ValueError, OSError) as error:
+            found.append(f"--eval-prompt-data {name}: {error}")
+    return found
+
+
+def _debug_problems(config: RunConfig) -> Problems:
+    """Options of the half of the loop that a debugging mode leaves out; only those whose result somebody waits for."""
+    debug, found = config.debug, []
+    if debug.debug_rollout_only:
+        idle = _idle(
+            config, ("load", "save", "save_hf", "save_interval"), ("use_pytorch_profiler", "record_memory_history")
+        )
+        if idle:
+            found.append(f"{given_flags(idle)} without effect: --debug-rollout-only trains nothing; remove it")
+    if debug.debug_train_only:
+        idle = _idle(config, ("eval_prompt_data", "eval_interval"), ("sglang_profile", "partial_rollout"))
+        if idle:
+            found.append(f"{given_flags(idle)} without effect: --debug-train-only generates nothing; remove it")
+        if config.run.num_epoch is not None:
+            found.append(
+                "--num-epoch counts passes over prompts, and --debug-train-only reads none: say with --num-rollout how "
+                "many saved rollouts there are"
+            )
+    return found
+
+
+def _idle(config: RunConfig, valued: Sequence[str], switches: Sequence[str]) -> list[str]:
+    """Which of these options the user set, the switches only when they are on."""
+    on = {name for part in config.parts() for name in switches if getattr(part, name, False) is True}
+    return [n for n in valued if n in config.given] + [n for n in switches if n in on]
+
+
+def _start_needs(config: RunConfig) -> Problems:
+    """What a run needs that a plan can do without."""
+    found = []
+    if config.run.num_rollout is None and config.run.num_epoch is None:
+        found.append("how long the run is: add exactly one of --num-rollout and --num-epoch")
+    first, length = config.train.checkpoint.start_rollout_id, config.run.num_rollout
+    if first is not None and length is not None and first >= length >= 1:
+        found.append(f"a rollout to run: --start-rollout-id {first} lies behind the last one of --num-rollout {length}")
+    if not config.reward.configured and not config.debug.debug_train_only:
+        found.append("what scores a response: add --rm-type, --custom-rm-path or --rm-url")
+    if config.cluster.fully_async:
+        found.append(
+            "--fully-async is planned and checked by this version, but it runs --colocate only: remove --fully-async"
+        )
+    if config.rollout.partial_rollout:
+        found.append(
+            "--partial-rollout is planned and checked by this version, but not carried out yet: remove it; interrupted "
+            "samples then start again from their prompts"
+        )
+    found += file_needs(config)
+    return found
+
+
+def _machine_problems(config: RunConfig) -> Problems:
+    """What the options ask of this machine; a Ray cluster that is joined is asked when it is joined."""
+    cluster = config.cluster
+    if cluster.ray_address is not None:
+        return []
+    found = []
+    asked, here = cluster.actor_num_gpus_per_node or 0, local_gpus()
+    if asked > here:
+        fix = "set it to 0 to run on CPU" if here == 0 else f"lower it to {here}"
+        found.append(
+            f"--actor-num-gpus-per-node {asked}: this machine has {here} GPUs; {fix}, or join a cluster with "
+            "--ray-address"
+        )
+    if cluster.actor_num_nodes > 1:
+        found.append(
+            f"--actor-num-nodes {cluster.actor_num_nodes} needs a Ray cluster: start one on the nodes with `ray start` "
+            "and join it with --ray-address"
+        )
+    return found
+
+
+def _profiling_warnings(config: RunConfig) -> list[str]:
+    """What the profilers cannot do on a CPU."""
+    if config.layout is None or config.layout.device != "cpu":
+        return []
+    found = []
+    memory, engine = config.memory_profile, config.sglang_profile
+    if memory.record_memory_history and memory.memory_recorder == "torch":
+        found.append(
+            "--record-memory-history records the memory of GPUs and this run has none, so nothing is recorded; "
+            "--memory-recorder memray records the host's"
+        )
+    if engine.sglang_profile:
+        window, length = engine.window(), config.run.num_rollout or _FATAL_RECORDINGS * 100
+        last = length - 1 if window.last is None else min(window.last, length - 1)
+        recorded = last - window.first + 1 if window.steps is None else sum(step < length for step in window.steps)
+        if recorded >= _FATAL_RECORDINGS:
+            found.append(
+                f"--sglang-profile: the {_FATAL_RECORDINGS}th recording of one SGLang server on CPU was seen to crash "
+                "it; record fewer rollouts, for example with --sglang-profile-step-start 2 --sglang-profile-step-end 4"
+            )
+    return found
+
+
+def warnings_of(config: RunConfig) -> list[str]:
+    """What is allowed but probably not meant."""
+    found = _profiling_warnings(config)
+    batch, layout = config.train.batch, config.layout
+    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    step = batch.global_batch_size or samples
+    if batch.balance_data:
+        several = " (with the one optimizer step a rollout of this run they do not)" if step == samples else ""
+        found.append(f"--balance-data: responses to one prompt may fall into different training steps{several}")
+    one = config.rollout.n_samples_per_prompt == 1 and config.train.algorithm.advantage_estimator == "grpo"
+    if one and not config.debug.debug_rollout_only:
+        rest = (
+            ": only --entropy-coef moves the weights"
+            if config.train.algorithm.entropy_coef
+            else ", and nothing is learned"
+        )
+        found.append(
+            "--n-samples-per-prompt 1: GRPO compares the responses to one prompt, so the advantage of a single one is "
+            f"always 0{rest}; use 2 or more, for example 8"
+        )
+    if not config.debug.debug_rollout_only and layout is not None and step < layout.dp:
+        found.append(
+            f"an optimizer step has {step} samples for {layout.dp} data-parallel ranks, so {layout.dp - step} of them "
+            "idle; raise --global-batch-size or the parallel sizes"
+        )
+    return found

@@ -1,0 +1,100 @@
+"""Whether the safetensors files of a model folder are whole and belong to its ``config.json``, by their headers."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from relax_cli.checks.model_facts import ModelFacts
+
+_FIX = "they are of different models: download the whole folder again"
+_INDEX = "model.safetensors.index.json"
+_LARGEST_HEADER = 100_000_000
+"""Bytes; safetensors itself refuses more."""
+Shapes = dict[str, tuple[int, ...]]
+
+
+def weight_problems(folder: Path, facts: ModelFacts | None) -> list[str]:
+    """What is wrong with the weights of a folder; nothing when it has none at all.
+
+    Args:
+        facts: what ``config.json`` says of the model; None skips the comparison.
+    """
+    shapes: Shapes = {}
+    try:
+        named = _named(folder)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return [f"{folder / _INDEX} cannot be read ({type(error).__name__}: {error}); download it again"]
+    found = []
+    # Where there is an index, nothing else is read: an adapter or an older file may lie beside its files.
+    for path in sorted(folder.glob("*.safetensors")):
+        if named is not None and path.name not in named:
+            continue
+        try:
+            shapes |= read_header(path)
+        except (OSError, ValueError, RecursionError) as error:
+            found.append(f"{path} {error}; download it again")
+    missing = sorted(name for name in named or () if not os.path.isfile(folder / name))
+    found += [f"{folder / name} is missing: {_INDEX} names it; download it" for name in missing]
+    if not found and shapes and facts is not None:
+        found += _differences(folder, shapes, facts)
+    return found
+
+
+def read_header(path: Path) -> Shapes:
+    """Shapes of the tensors of a safetensors file, whose data must be there to the last byte.
+
+    Raises:
+        ValueError: it is no such file or was cut off; the message says so of "it".
+    """
+    if not path.is_file():
+        raise ValueError("is not a regular file")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if start == b"version ":
+            raise ValueError("is a pointer of Git LFS, not the weights themselves (git lfs pull)")
+        if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+            raise ValueError(f"is no safetensors file or was cut off: it has {size:,} bytes")
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            ends = [int(entry["data_offsets"][1]) for entry in header.values()]
+            shapes = {name: tuple(map(int, entry["shape"])) for name, entry in header.items()}
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            raise ValueError("is no safetensors file: its header cannot be read") from None
+    whole = 8 + length + max(ends, default=0)
+    if size != whole:
+        raise ValueError(f"was cut off or changed: it has {size:,} of {whole:,} bytes")
+    return shapes
+
+
+def _named(folder: Path) -> set[str] | None:
+    """Files that the index names; None without one."""
+    path = folder / _INDEX
+    if not path.exists():
+        return None
+    if not path.is_file():  # reading a pipe or a device might never end
+        raise ValueError("it is not a regular file")
+    return set(map(str, json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+
+
+def _differences(folder: Path, shapes: Shapes, facts: ModelFacts) -> list[str]:
+    """Tensors of other shapes than ``config.json`` says, and layers too few or too many; the first of them."""
+    q, kv = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    expected: Shapes = {"model.embed_tokens.weight": (facts.vocab, facts.hidden)}
+    for layer in (0, facts.layers - 1):
+        prefix = f"model.layers.{layer}."
+        expected[f"{prefix}self_attn.q_proj.weight"] = (q, facts.hidden)
+        expected[f"{prefix}self_attn.k_proj.weight"] = (kv, facts.hidden)
+        if not facts.experts:
+            expected[f"{prefix}mlp.gate_proj.weight"] = (facts.intermediate, facts.hidden)
+    for name, shape in expected.items():
+        if shapes.get(name) != shape:
+            has = f"{name} {list(shapes[name])}" if name in shapes else f"no {name}"
+            return [f"{folder}: config.json asks for {name} {list(shape)}, but the weights have {has}; {_FIX}"]
+    beyond = [name for name in shapes if name.startswith(f"model.layers.{facts.layers}.")]
+    if beyond:
+        return [f"{folder}: config.json says {facts.layers} layers, but the weights have {beyond[0]} too; {_FIX}"]
+    return []

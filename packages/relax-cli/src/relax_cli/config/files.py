@@ -1,0 +1,194 @@
+"""Configuration files: TOML and YAML in, TOML out. Both are flat and hold the options of the command line."""
+
+import dataclasses
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from relax_cli.config.command_line import Given, Layer, Namespace
+from relax_cli.config.schema import from_object
+
+_PLACEHOLDER = re.compile(r"(\$+)\{config_dir\}")
+_NOT_IN_FILES = ("config",)
+_LARGEST_FILE = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    key: str
+    value: Any
+    line: int | None
+
+
+def read_file(path: Path, namespace: Namespace) -> Layer:
+    """Reads one configuration file; every error names the file, the line where it can be found, and the key.
+
+    Keys are snake_case or kebab-case. ``${config_dir}`` in a string is the absolute folder of the file, and
+    ``$${config_dir}`` that text itself. Other relative paths are relative to the current directory, as on the command
+    line.
+    """
+    layer = Layer()
+    try:
+        entries = _entries(path)
+    except (OSError, ValueError) as error:
+        layer.errors.append(f"--config {path}: {_reason(error)}")
+        return layer
+    seen: dict[str, str] = {}
+    for entry in entries:
+        where = f"{path}:{entry.line}" if entry.line is not None else f"{path}"
+        name = entry.key.replace("-", "_")
+        try:
+            if name in seen:
+                raise ValueError(f"given twice in this file, also as {seen[name]}")
+            seen[name] = entry.key
+            option = namespace.find(name)
+            if option is None:
+                hint = "; the file is flat, options do not stand in tables" if isinstance(entry.value, dict) else ""
+                raise ValueError(namespace.unknown(entry.key) + hint)
+            if name in _NOT_IN_FILES:
+                raise ValueError("a configuration file cannot name another one")
+            value = _expand(entry.value, str(path.resolve().parent))
+            if option.owner is None and option.kind.base is str and type(value) in (int, float):
+                value = str(value)  # the server's own parser reads more than its table says
+            value = from_object(option.kind, value)
+            layer.values[name] = Given(value, where)
+        except ValueError as error:
+            layer.errors.append(f"{where}: {entry.key}: {error}")
+            layer.failed.add(name)
+    return layer
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return (error.strerror or str(error)) + "; name an existing TOML or YAML file"
+    return str(error)
+
+
+def _entries(path: Path) -> list[_Entry]:
+    if path.suffix not in (".toml", ".yaml", ".yml"):
+        raise ValueError("the name must end in .toml, .yaml or .yml")
+    if path.exists() and not path.is_file():  # reading a pipe or a device might never end
+        raise ValueError("is not a regular file; name a TOML or YAML file")
+    if path.stat().st_size > _LARGEST_FILE:
+        raise ValueError(f"has {path.stat().st_size:,} bytes; a file of options has at most {_LARGEST_FILE:,}")
+    text = path.read_text(encoding="utf-8-sig")
+    return _toml_entries(text) if path.suffix == ".toml" else _yaml_entries(text)
+
+
+def _toml_entries(text: str) -> list[_Entry]:
+    try:
+        values = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+    lines = text.split("\n")
+
+    def line_of(key: str) -> int | None:
+        name = re.escape(key)
+        pattern = re.compile(rf"""\s*(?:\[\s*)?["']?{name}["']?\s*(?:[=.\]])""")
+        return next((i for i, line in enumerate(lines, 1) if pattern.match(line)), None)
+
+    return [_Entry(key, value, line_of(key)) for key, value in values.items()]
+
+
+def _yaml_entries(text: str) -> list[_Entry]:
+    import yaml
+
+    try:
+        return _compose(_yaml_loader()(text))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark is not None else ""
+        raise ValueError(f"{line}{getattr(error, 'problem', None) or error}") from None
+    except ValueError:
+        raise
+    except Exception as error:  # what PyYAML raises for values that do not fit their tag, and for deep nesting
+        raise ValueError(f"it holds a value that cannot be read ({type(error).__name__})") from None
+
+
+def _compose(loader: Any) -> list[_Entry]:
+    import yaml
+
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return []
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError(f"line {node.start_mark.line + 1}: expected `key: value` lines")
+        entries = []
+        for key, value in node.value:
+            name = loader.construct_object(key, deep=True)
+            line = key.start_mark.line + 1
+            if not isinstance(name, str):
+                raise ValueError(f"line {line}: the key {name!r} is not a word")
+            entries.append(_Entry(name, loader.construct_object(value, deep=True), line))
+        return entries
+    finally:
+        loader.dispose()
+
+
+def _yaml_loader() -> type:
+    """A safe loader of YAML 1.2 scalars: ``1e-6`` is a number; ``yes``, ``12:30`` and dates are strings. No aliases."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own name)
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):  # a few lines of them can stand for gigabytes
+                line = self.peek_event().start_mark.line + 1
+                raise ValueError(f"line {line}: aliases (*name) are not read; write the value itself")
+            return super().compose_node(parent, index)
+
+    number = list("-+0123456789.")
+    for tag, pattern, first in (
+        ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+        ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+        ("int", r"^(?:[-+]?[0-9]+|0x[0-9a-fA-F]+)$", number),
+        ("float", r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan)$", number),
+    ):
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), first)
+    Loader.add_constructor("tag:yaml.org,2002:int", _yaml_int)
+    return Loader
+
+
+def _yaml_int(loader: Any, node: Any) -> int:
+    text = loader.construct_scalar(node)
+    return int(text, 16) if text.startswith("0x") else int(text)
+
+
+def _expand(value: Any, folder: str) -> Any:
+    """Puts the folder in the place of ``${config_dir}``, in nested values too."""
+    if isinstance(value, str):
+        return _PLACEHOLDER.sub(lambda m: folder if m[1] == "$" else m[0][1:], value)
+    if isinstance(value, list):
+        return [_expand(v, folder) for v in value]
+    if isinstance(value, dict):
+        return {_expand(k, folder): _expand(v, folder) for k, v in value.items()}
+    return value
+
+
+def to_toml(value: Any) -> str:
+    """One value as TOML text that :func:`read_file` reads as the same value."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = _PLACEHOLDER.sub(lambda m: "$" + m[0], value)
+        return json.dumps(escaped, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(to_toml, value)) + "]"
+    assert isinstance(value, dict), f"no option holds a {type(value)}"
+    if _has_none(value):
+        return to_toml(json.dumps(value))
+    return "{" + ", ".join(f"{to_toml(str(k))} = {to_toml(v)}" for k, v in value.items()) + "}"
+
+
+def _has_none(value: Any) -> bool:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return value is None or any(map(_has_none, inner))

@@ -1,0 +1,85 @@
+"""The Ray actor that owns one SGLang server process."""
+
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+from relax_cli.checks.lengths import context_lengths
+from relax_cli.workers.process import enter_folder
+
+
+class EngineActor:
+    """Starts one SGLang server on this node and takes it along when it goes.
+
+    The actor talks to the server's process only (start, alive, stop). Generation and weight updates reach the server
+    over HTTP from the rollout manager and the trainer's ranks.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        name: str,
+        seed: int,
+        gpu_ids: list[str],
+        device: Literal["cpu", "cuda"],
+        host: str,
+        dtype: str,
+    ) -> None:
+        """Prepares, without starting, the server.
+
+        Args:
+            config: the run's ``RunConfig``.
+            name: ``engine0``, ``engine1``, ...
+            seed: of its sampler; another one for each engine.
+            gpu_ids: GPUs of this node that it may use, as CUDA_VISIBLE_DEVICES calls them; empty on CPU.
+            device: ``cuda`` or ``cpu``.
+            host: address the server listens on.
+            dtype: ``bfloat16`` or ``float32``.
+        """
+        from relax_rollout.engines.sglang.server import SGLangServer
+
+        enter_folder(config.folder)
+        self._progress = ""
+        self._log_path = Path(config.run_dir) / "logs" / f"{name}.log"
+        self._server = SGLangServer(
+            config.sglang,
+            model_path=config.train.model.hf_checkpoint,
+            name=name,
+            log_path=self._log_path,
+            device=device,
+            tp_size=max(1, len(gpu_ids)),
+            gpu_ids=gpu_ids,
+            host=host,
+            dtype=dtype,
+            seed=seed,
+            enable_memory_saver=device == "cuda" and not config.debug.debug_rollout_only,
+            context_length=context_lengths(config).engine,
+        )
+        self.name = name
+
+    def start(self) -> dict[str, Any]:
+        """Starts the server and waits until it is healthy.
+
+        Returns:
+            ``{"name", "url", "log_path", "pid"}``: what a client on another process needs.
+        """
+
+        def progress(message: str) -> None:
+            waited, _, line = message.partition(": ")
+            # SGLang's own lines begin with a time; warnings and long dumps between them say nothing to a user.
+            self._progress = (
+                f"{waited}: {line[:100]}" if line.startswith("[2") and "server_args=" not in line else waited
+            )
+            logging.getLogger(__name__).info("%s: %s", self.name, message)
+
+        self._server.start(progress=progress)
+        return {"name": self.name, "url": self._server.url, "log_path": str(self._log_path), "pid": self._server.pid}
+
+    def progress(self) -> str:
+        """The seconds :meth:`start` has waited and the last line of the server's log; empty before that."""
+        return self._progress
+
+    def stop(self) -> None:
+        """Ends the server and all its processes. May be called twice."""
+        self._server.stop()

@@ -1,0 +1,141 @@
+"""The Ray actor of one training rank."""
+
+import os
+import socket
+import time
+from typing import Any
+
+from relax_cli.workers.process import enter_folder, start_log
+
+
+class TrainActor:
+    """Holds one rank of the trainer. All methods but :meth:`place` are collective: call them on every rank."""
+
+    def __init__(self, config: Any, *, rank: int, world_size: int, threads: int) -> None:
+        enter_folder(config.folder)
+        start_log(config.run_dir, f"trainer_rank{rank}")
+        self._config = config
+        self._rank, self._world_size, self._threads = rank, world_size, threads
+        self._trainer: Any = None
+        self._link: Any = None
+
+    def place(self, one_node: bool) -> tuple[str, int]:
+        """Address of this process's node and a free port on it, for rank 0 to be the rendezvous.
+
+        Args:
+            one_node: all ranks are on it, so that they meet on the loopback and nobody else can reach them.
+        """
+        import ray
+
+        ip = "127.0.0.1" if one_node else ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((ip, 0))
+            return ip, probe.getsockname()[1]
+
+    def prepare(self) -> None:
+        """Imports what :meth:`setup` needs, without touching a device: the slow part of a start."""
+        import relax_train.trainer  # noqa: F401
+
+    def setup(self, master: tuple[str, int]) -> dict[str, Any]:
+        """Joins the process group and builds model and optimizer from ``--hf-checkpoint``.
+
+        Returns:
+            facts for the summary: parameters, layout, device.
+        """
+        os.environ.update(
+            RANK=str(self._rank),
+            WORLD_SIZE=str(self._world_size),
+            LOCAL_RANK="0",  # Ray shows each actor its own GPU only
+            MASTER_ADDR=master[0],
+            MASTER_PORT=str(master[1]),
+        )
+        import torch
+
+        torch.set_num_threads(self._threads)
+        from relax_train.trainer import Trainer
+
+        self._trainer = Trainer(
+            self._config.train,
+            temperature=self._config.rollout.rollout_temperature,
+            total_steps=self._total_steps(),
+            always_log_probs=_profiles_log_probs(self._config),
+            observer=self._observer(),
+        )
+        self._trainer.setup()
+        sizes = self._trainer.layout
+        layout = f"TP {sizes.tp_size} x PP {sizes.pp_size} x CP {sizes.cp_size} x DP {sizes.dp_size}"
+        return {"parameters": self._trainer.parameter_count, "layout": layout}
+
+    def _total_steps(self) -> int | None:
+        """Optimizer steps of the whole run, where a decaying learning rate ends; None when the data decides."""
+        rollouts, steps = self._config.run.num_rollout, self._config.train.batch.num_steps_per_rollout
+        return rollouts * steps if rollouts is not None and steps is not None else None
+
+    def _observer(self) -> Any:
+        from relax_train.observer import NullObserver
+
+        train, memory = self._config.train_profile, self._config.memory_profile
+        if not (train.use_pytorch_profiler or memory.record_memory_history):
+            return NullObserver()
+        from relax_profiling.recorders.training import build_observer
+
+        return build_observer(train, memory, trace_dir=self._config.trace_dir, **self._config.rank_tag(self._rank))
+
+    def connect(self, engine_info: list[dict[str, Any]]) -> None:
+        """Tells this rank which engines it sends weights to."""
+        from relax_cli.workers.weight_link import WeightLink
+
+        layout = self._config.layout
+        self._link = WeightLink.of(
+            engine_info,
+            rank=self._rank,
+            world_size=self._world_size,
+            device=layout.device,
+            gpus_per_engine=layout.gpus_per_engine,
+        )
+
+    def train(self, batch: Any, version: int) -> dict[str, float]:
+        """All optimizer steps of one rollout; metrics are equal on all ranks but for the times."""
+        return self._trainer.train(batch, version=version)
+
+    def push_weights(self, version: int) -> dict[str, float]:
+        """Sends the current weights to all engines as ``version``.
+
+        Returns:
+            ``{"seconds", "bytes"}`` of this rank.
+        """
+        start = time.perf_counter()
+        buckets = self._trainer.weight_buckets(self._config.train.model.update_weight_buffer_size)
+        sent = self._link.push(buckets, version)
+        return {"seconds": time.perf_counter() - start, "bytes": float(sent)}
+
+    def save(self, directory: str, rollout_id: int, extra: dict[str, Any]) -> None:
+        self._trainer.save(directory, rollout_id, extra)
+
+    def load(self, directory: str) -> tuple[int, dict[str, Any]] | None:
+        """Loads the latest checkpoint under ``directory``.
+
+        Returns:
+            its rollout id and the driver's state, or None when there is no checkpoint yet.
+        """
+        return self._trainer.load(directory)
+
+    def save_hf(self, directory: str) -> None:
+        self._trainer.save_hf(directory)
+
+    def sleep(self) -> None:
+        """Moves model and optimizer to host memory, so that the engine can have the GPU."""
+        self._trainer.sleep()
+
+    def wake(self) -> None:
+        self._trainer.wake()
+
+    def close(self) -> None:
+        if self._trainer is not None:
+            self._trainer.close()
+
+
+def _profiles_log_probs(config: Any) -> bool:
+    """Whether a profile of the phase was asked for, which is empty when the training pass gives the same values."""
+    profile = config.train_profile
+    return profile.use_pytorch_profiler and "train_log_probs" in profile.profile_target

@@ -1,0 +1,5 @@
+"""What records: an SGLang server over HTTP, a torch training loop, memory; and the names of the files.
+
+Doors: :class:`relax_profiling.recorders.sglang.RolloutProfiler` and
+:func:`relax_profiling.recorders.training.build_observer`.
+"""

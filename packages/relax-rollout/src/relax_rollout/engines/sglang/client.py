@@ -1,0 +1,364 @@
+"""Client of one SGLang server; implements :class:`relax_rollout.engines.base.Engine` over HTTP.
+
+It needs the server's address only, so it works in any process that reaches it.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from relax_data.types import WeightVersion
+
+from relax_rollout.engines.base import GenerateRequest, GenerateResult, MemoryTag, PauseMode
+from relax_rollout.engines.sglang.inflight import Flight, Flights
+from relax_rollout.engines.sglang.messages import ResponseBuilder, generate_body, read_answer
+from relax_rollout.engines.sglang.transport import Transport
+from relax_rollout.engines.sglang.weight_status import Weights, WeightsIncomplete
+
+_PUSH_POLL_S = 0.1
+
+
+class SGLangEngine:
+    """A running SGLang server, over HTTP. One object serves one event loop at a time."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str,
+        log_path: str | Path | None = None,
+        alive: Callable[[], bool] | None = None,
+        track_versions_in_flight: bool = False,
+        generate_timeout_s: float = 3600.0,
+        control_timeout_s: float = 120.0,
+        update_timeout_s: float = 600.0,
+        silence_deadline_s: float = 300.0,
+    ) -> None:
+        """Stores where the server is; nothing is sent yet.
+
+        Args:
+            url: ``http://host:port``.
+            name: ``engine0``, ...: how messages call it.
+            log_path: the server's log, whose last lines end the message when it dies.
+            alive: tells whether its process runs, where that is known.
+            track_versions_in_flight: weights may change while requests run; each token then gets its version from the
+                chunks of a stream. Otherwise a change during a request is an error.
+            generate_timeout_s: longest time one response may take.
+            control_timeout_s: longest time of pause, resume, flush, memory calls.
+            update_timeout_s: longest time of one weight update call, of a push that others wait for, of writing traces.
+            silence_deadline_s: how long the server may answer nothing at all while requests run.
+        """
+        self._name = name
+        self._transport = Transport(url, name=name, log_path=log_path, alive=alive)
+        self._track = track_versions_in_flight
+        self._generate_timeout_s, self._control_timeout_s = generate_timeout_s, control_timeout_s
+        self._update_timeout_s = update_timeout_s
+        self._flights = Flights(self._transport, silence_deadline_s=silence_deadline_s)
+        self._version: WeightVersion | None = None
+        self._asking: asyncio.Task[WeightVersion] | None = None
+        self._released: set[MemoryTag] = set()
+        self._begin_end: bool | None = None
+        self._tp_size: int | None = None
+
+    @property
+    def name(self) -> str:
+        """``engine0``, ...: how messages and file names call it."""
+        return self._name
+
+    @property
+    def url(self) -> str:
+        """``http://host:port``."""
+        return self._transport.url
+
+    async def close(self) -> None:
+        """Closes its connections; the server goes on."""
+        self._flights.close()
+        await self._transport.close()
+
+    # ------------------------------------------------------------------ generation
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Continues one sequence until it is finished or aborted.
+
+        Raises:
+            ValueError: the server refuses the request (too long, bad sampling parameters), or the id is in use.
+            WeightsIncomplete: a push failed or the weights were released; push again.
+            EngineDied: the server is gone.
+            TimeoutError: the response took longer than ``generate_timeout_s``.
+            RuntimeError: the weights changed meanwhile although versions are not tracked.
+        """
+        if request.sampling.max_new_tokens < 1:
+            raise ValueError(f"request {request.rid}: max_new_tokens is {request.sampling.max_new_tokens}, need 1")
+        if self._released:
+            raise WeightsIncomplete(f"{self._name} does not generate: {sorted(self._released)} memory is released")
+        if not self._flights:
+            self._version = None
+        with self._flights.entered(request.rid) as flight:
+            flight.task = asyncio.ensure_future(self._fly(request, flight))
+            try:
+                async with asyncio.timeout(self._generate_timeout_s):
+                    return await flight.task
+            except asyncio.CancelledError:
+                if flight.failure is not None:
+                    raise flight.failure from None
+                self._flights.abandon(flight)
+                raise
+            except TimeoutError as error:
+                if not flight.task.cancelled():
+                    raise
+                self._flights.abandon(flight)
+                raise TimeoutError(
+                    f"{self._name}: request {request.rid} was not finished after {self._generate_timeout_s:.0f} s"
+                ) from error
+
+    async def _fly(self, request: GenerateRequest, flight: Flight) -> GenerateResult:
+        version = await self._version_at_start()
+        if flight.aborted:
+            return GenerateResult(tokens=[], log_probs=[], versions=[], finish_reason="abort")
+        body = generate_body(request, flight.server_rid, stream=self._track)
+        builder = ResponseBuilder(self._name, version)
+        if self._track:
+            await self._collect_stream(body, builder)
+        else:
+            response = await self._transport.call(
+                "POST", "/generate", body=body, timeout_s=self._generate_timeout_s, retry=False
+            )
+            builder.add(read_answer(response.status_code, response.content, self._name))
+        result = builder.result()
+        now = builder.last_weights
+        if not self._track and result.tokens and now.state == "whole" and now.version != version:
+            raise RuntimeError(
+                f"{self._name}: the weights changed from version {version} to {now.version} while request "
+                f"{request.rid} was generating, so the version of its tokens is not known; make the engine with "
+                "track_versions_in_flight=True, or push weights only when nothing is generating"
+            )
+        return result
+
+    async def _version_at_start(self) -> WeightVersion:
+        """The version that is served now. It cannot change while requests run, unless it is tracked."""
+        if self._track:
+            return await self._ask_version()
+        if self._version is None:
+            # Hundreds of requests start together: one of them asks.
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.ensure_future(self._ask_version())
+            self._version = await asyncio.shield(self._asking)
+        return self._version
+
+    async def _ask_version(self) -> WeightVersion:
+        begin = time.monotonic()
+        while True:
+            weights = await self.weights()
+            # The server is paused meanwhile; a pusher that was killed never ends the pause.
+            if weights.state != "pushing" or time.monotonic() - begin > self._update_timeout_s:
+                return weights.require_whole(self._name)
+            await asyncio.sleep(_PUSH_POLL_S)
+
+    async def _collect_stream(self, body: dict[str, Any], builder: ResponseBuilder) -> None:
+        async with self._transport.stream("/generate", body, timeout_s=self._generate_timeout_s) as response:
+            if response.status_code != 200:
+                read_answer(response.status_code, await response.aread(), self._name)
+            async for line in response.aiter_lines():
+                data = line.removeprefix("data: ").strip()
+                if not data or data == "[DONE]":
+                    continue
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    read_answer(int(chunk["error"].get("code", 400)), data.encode(), self._name)
+                builder.add(chunk)
+
+    async def abort(self, rid: str | None = None) -> None:
+        """Ends one request of this client, or every request at the server when ``rid`` is None."""
+        await self._flights.abort(rid)
+
+    # ------------------------------------------------------------------ control
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Stops generation until :meth:`resume`; requests that come meanwhile wait.
+
+        ``abort`` ends what is running (with partial results), ``in_place`` keeps it with its KV cache, ``retract``
+        keeps it and computes its KV cache anew.
+        """
+        if mode == "abort" and self._flights:
+            # SGLang's own pause looks only once a second whether all have ended.
+            await self.abort()
+            await self._flights.landed(2.0)
+        await self._post("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Goes on after :meth:`pause`.
+
+        Raises:
+            WeightsIncomplete: a push is running or failed; it has to finish first.
+        """
+        weights = await self.weights()
+        if weights.state in ("pushing", "broken"):
+            weights.require_whole(self._name)
+        await self._post("/continue_generation", {})
+
+    async def flush_cache(self) -> None:
+        """Empties the prefix cache; waits until no request runs.
+
+        Raises:
+            TimeoutError: requests were still running at the deadline.
+        """
+        deadline = time.monotonic() + self._control_timeout_s
+        while True:
+            response = await self._transport.call("POST", "/flush_cache", timeout_s=self._control_timeout_s)
+            if response.status_code == 200:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{self._name}: requests were still running after {self._control_timeout_s:.0f} s of waiting to "
+                    "empty its cache; abort or resume them first"
+                )
+            await asyncio.sleep(0.05)
+
+    async def weights(self) -> Weights:
+        """State and version of the weights it holds."""
+        return Weights.parse((await self._get("/model_info"))["weight_version"])
+
+    async def weight_version(self) -> WeightVersion:
+        """The version it serves.
+
+        Raises:
+            WeightsIncomplete: its weights are not one whole version.
+        """
+        return (await self.weights()).require_whole(self._name)
+
+    async def server_info(self) -> dict[str, Any]:
+        """All settings and state that the server tells."""
+        return await self._get("/server_info")
+
+    async def release_memory(self, tags: Sequence[MemoryTag] = ("kv_cache", "weights")) -> None:
+        """Gives GPU memory back, once no request runs. Without effect for what is released already."""
+        new = [t for t in tags if t not in self._released]
+        if not new:
+            return
+        await self.flush_cache()
+        if "weights" in new:
+            version = (await self.weights()).version
+            await self._set_weights(Weights("released", version))
+        self._released.update(new)
+        await self._post("/release_memory_occupation", {"tags": new})
+
+    async def resume_memory(self, tags: Sequence[MemoryTag] = ("kv_cache", "weights")) -> None:
+        """Takes the memory back; released weights need a push before the next token."""
+        old = [t for t in tags if t in self._released]
+        if old:
+            await self._post("/resume_memory_occupation", {"tags": old})
+            self._released.difference_update(old)
+
+    async def start_profile(self, **options: Any) -> None:
+        """Starts SGLang's profiler; options as of ``/start_profile`` (``output_dir``, ``num_steps``, ...)."""
+        await self._post("/start_profile", options)
+
+    async def stop_profile(self) -> None:
+        """Stops it; returns when the traces are written."""
+        await self._post("/stop_profile", None, timeout_s=self._update_timeout_s)
+
+    # ------------------------------------------------------------------ weights
+
+    @contextlib.asynccontextmanager
+    async def pushing(self, version: WeightVersion, mode: PauseMode = "abort") -> AsyncIterator[None]:
+        """Surrounds all updates of one push: pause, mark, (updates), flush, version, resume.
+
+        If anything fails, the engine stays paused and is marked broken: every client refuses to generate until a
+        whole push succeeded. With ``in_place`` and ``retract`` requests stay in flight and the cache is not emptied, so
+        the server has to run with ``--sglang-disable-radix-cache``.
+        """
+        await self.pause(mode)
+        try:
+            await self._set_weights(Weights("pushing", version))
+            await self._optional("/begin_weight_update")
+            yield
+            await self._optional("/end_weight_update")
+            if mode == "abort":
+                await self.flush_cache()
+            await self._set_weights(Weights("whole", version))
+        except BaseException:
+            self._version = None
+            with contextlib.suppress(Exception):
+                await asyncio.shield(self._set_weights(Weights("broken", version)))
+            raise
+        self._version = version
+        await self._post("/continue_generation", {})
+
+    async def update_weights_from_tensors(
+        self,
+        serialized_per_tp_rank: Sequence[str],
+        *,
+        version: WeightVersion | None = None,
+        load_format: str | None = None,
+        flush: bool = False,
+    ) -> None:
+        """Loads one bucket; see :mod:`relax_rollout.weight_sync.push`, which makes the strings and the whole protocol.
+
+        Args:
+            serialized_per_tp_rank: one string for each tensor-parallel rank of the engine.
+            version: version to claim when it is loaded; a push claims it once, at its end.
+            load_format: ``flattened_bucket``, or None for named tensors.
+            flush: empty the cache afterwards; kills the server if a request is running.
+
+        Raises:
+            ValueError: the number of strings is not the engine's number of ranks.
+            RuntimeError: the server refused the bucket.
+        """
+        if self._tp_size is None:
+            self._tp_size = int((await self.server_info()).get("tp_size", 1))
+        if len(serialized_per_tp_rank) != self._tp_size:
+            raise ValueError(
+                f"{self._name} has {self._tp_size} tensor-parallel ranks but got {len(serialized_per_tp_rank)} buckets"
+            )
+        body = {
+            "serialized_named_tensors": list(serialized_per_tp_rank),
+            "load_format": load_format,
+            "flush_cache": flush,
+            "weight_version": None if version is None else str(version),
+        }
+        await self._post("/update_weights_from_tensor", body, timeout_s=self._update_timeout_s, retry=False)
+
+    async def update_weights_from_disk(
+        self, path: str | Path, version: WeightVersion, *, mode: PauseMode = "abort"
+    ) -> None:
+        """Loads a Hugging Face folder that the server can read, as one whole push.
+
+        Raises:
+            RuntimeError: the server could not load it; the engine is marked broken then.
+        """
+        async with self.pushing(version, mode):
+            body = {"model_path": str(path), "flush_cache": False}
+            await self._post("/update_weights_from_disk", body, timeout_s=self._update_timeout_s, retry=False)
+
+    async def _set_weights(self, weights: Weights) -> None:
+        await self._post("/update_weight_version", {"new_version": str(weights), "abort_all_requests": False})
+
+    async def _optional(self, path: str) -> None:
+        """A call that newer servers require and older ones do not know."""
+        if self._begin_end is not False:
+            response = await self._transport.call("POST", path, body={}, timeout_s=self._control_timeout_s)
+            self._begin_end = response.status_code != 404
+            if self._begin_end:
+                self._check(path, response)
+
+    # ------------------------------------------------------------------ plumbing
+
+    async def _post(self, path: str, body: Any, *, timeout_s: float | None = None, retry: bool = True) -> Any:
+        response = await self._transport.call(
+            "POST", path, body=body, timeout_s=timeout_s or self._control_timeout_s, retry=retry
+        )
+        self._check(path, response)
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        response = await self._transport.call("GET", path, timeout_s=self._control_timeout_s)
+        self._check(path, response)
+        return response.json()
+
+    def _check(self, path: str, response: httpx.Response) -> None:
+        if response.status_code != 200:
+            raise RuntimeError(f"{self._name}: {path} failed ({response.status_code}): {response.text[:1000]}")

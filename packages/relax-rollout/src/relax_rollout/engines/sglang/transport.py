@@ -1,0 +1,157 @@
+"""HTTP to one engine: deadlines, retries while it lives, and its last words when it does not."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from relax_rollout.engines.base import EngineDied
+from relax_rollout.engines.sglang.log import last_words
+
+_PROBE_TIMEOUT_S = 5.0
+_VERDICT_DEADLINE_S = 15.0
+_REFUSALS = 3
+_ATTEMPTS = 4
+CONNECT_TIMEOUT_S = 20.0
+
+
+class Transport:
+    """Requests to one server from any event loop."""
+
+    def __init__(
+        self, url: str, *, name: str, log_path: str | Path | None = None, alive: Callable[[], bool] | None = None
+    ) -> None:
+        """Stores where the engine is; connects on first use.
+
+        Args:
+            url: ``http://host:port``.
+            name: how messages call the engine.
+            log_path: its log, for its last words.
+            alive: tells whether its process runs; without it a refused connection means that it does not.
+        """
+        self.url, self.name, self.log_path, self.alive = url.rstrip("/"), name, log_path, alive
+        self._http: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def http(self) -> httpx.AsyncClient:
+        """The client of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if self._http is None or self._loop is not loop or self._http.is_closed:
+            # The server drops idle connections after 5 s; dropping them earlier avoids the race with its close.
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=3.0)
+            self._http = httpx.AsyncClient(base_url=self.url, trust_env=False, limits=limits)
+            self._loop = loop
+        return self._http
+
+    async def close(self) -> None:
+        """Closes the connections of the running event loop."""
+        if self._http is not None and self._loop is asyncio.get_running_loop():
+            await self._http.aclose()
+        self._http = self._loop = None
+
+    # ------------------------------------------------------------------ requests
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        params: dict[str, Any] | None = None,
+        timeout_s: float = 60.0,
+        retry: bool = True,
+    ) -> httpx.Response:
+        """One request; any HTTP status is returned.
+
+        Args:
+            method: ``GET`` or ``POST``.
+            path: ``/generate``, ...
+            body: JSON value to send.
+            params: query.
+            timeout_s: longest time without an answer.
+            retry: send again after a lost connection to a living server. A connection that never came about is always
+                tried again: the request was not sent.
+
+        Raises:
+            EngineDied: the server's process is gone.
+            TimeoutError: it lives, but did not answer in time.
+            ConnectionError: it lives, but the connection was lost again and again (or once, without ``retry``).
+        """
+        content = None if body is None else json.dumps(body).encode()
+        for attempt in range(_ATTEMPTS):
+            try:
+                return await self.http().request(
+                    method,
+                    path,
+                    content=content,
+                    params=params,
+                    headers={"content-type": "application/json"} if content is not None else None,
+                    timeout=self._timeout(timeout_s),
+                )
+            except httpx.TransportError as error:
+                again = retry or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                await self._judge(error, path, timeout_s, last=not again or attempt + 1 == _ATTEMPTS)
+        raise AssertionError("the last attempt returns or raises")
+
+    @contextlib.asynccontextmanager
+    async def stream(self, path: str, body: Any, *, timeout_s: float) -> AsyncIterator[httpx.Response]:
+        """One streamed POST, with the errors of :meth:`call`; not sent again."""
+        try:
+            async with self.http().stream("POST", path, json=body, timeout=self._timeout(timeout_s)) as response:
+                yield response
+        except httpx.TransportError as error:
+            await self._judge(error, path, timeout_s, last=True)
+
+    def _timeout(self, timeout_s: float) -> httpx.Timeout:
+        return httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S), pool=None)
+
+    async def _judge(self, error: httpx.TransportError, path: str, timeout_s: float, *, last: bool) -> None:
+        """Raises what a lost connection means; returns when the request should be sent again."""
+        if (died := await self.verdict()) is not None:
+            raise died from error
+        if isinstance(error, httpx.ReadTimeout):
+            raise TimeoutError(f"{self.name} lives but did not answer {path} within {timeout_s:.0f} s") from error
+        if last:
+            raise ConnectionError(f"{self.name} lives but the connection for {path} was lost: {error!r}") from error
+        await asyncio.sleep(0.2)
+
+    # ------------------------------------------------------------------ life and death
+
+    def died(self) -> EngineDied:
+        """The error for a server that is gone, with its last words."""
+        return EngineDied(f"{self.name} ({self.url}) is gone. {last_words(self.log_path)}")
+
+    async def probe(self) -> dict[str, Any] | None:
+        """``/model_info`` of the server; None when it did not answer in a few seconds.
+
+        Raises:
+            httpx.ConnectError: nothing listens there.
+        """
+        try:
+            response = await self.http().get("/model_info", timeout=_PROBE_TIMEOUT_S)
+            return response.json() if response.status_code == 200 else None
+        except httpx.ConnectError:
+            raise
+        except (httpx.TransportError, ValueError):
+            return None
+
+    async def verdict(self) -> EngineDied | None:
+        """After a lost connection: the error if the server is gone, None if it lives (or is only slow)."""
+        deadline, refused = time.monotonic() + _VERDICT_DEADLINE_S, 0
+        while time.monotonic() < deadline:
+            if self.alive is not None and not self.alive():
+                return self.died()
+            try:
+                if await self.probe() is not None:
+                    return None
+            except httpx.ConnectError:
+                refused += 1
+                if refused >= _REFUSALS:
+                    return self.died()
+            await asyncio.sleep(0.3)
+        return None

@@ -1,0 +1,25 @@
+"""What functions of the user return and raise, as text for messages that never fails; and as plain values."""
+
+from typing import Any
+
+from relax_data.serialization import from_plain, to_plain
+
+__all__ = ["describe", "from_plain", "shown", "to_plain"]
+
+
+def describe(error: BaseException) -> str:
+    """``Type: message``, also of an error that cannot tell its message."""
+    try:
+        text = str(error)
+    except Exception as e:
+        text = f"(its message cannot be shown: {type(e).__name__})"
+    return f"{type(error).__name__}: {text}"
+
+
+def shown(value: Any, limit: int = 200) -> str:
+    """``repr`` of a value, cut to ``limit`` characters, also of one that has none."""
+    try:
+        text = repr(value)
+    except Exception as e:
+        text = f"a {type(value).__name__} that cannot be shown ({type(e).__name__})"
+    return text if len(text) <= limit else text[:limit] + "..."

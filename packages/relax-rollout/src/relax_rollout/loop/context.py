@@ -1,0 +1,190 @@
+"""One rollout: from prompts to whole, scored, accepted groups."""
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from relax_data.types import SampleGroup, WeightVersion
+
+from relax_rollout.filters import GroupFilter, judge
+from relax_rollout.loop.buffer import PromptBuffer
+from relax_rollout.loop.runner import GroupRunner, RunningGroups
+from relax_rollout.settings import RolloutSettings
+
+logger = logging.getLogger(__name__)
+
+PROMPT_TOO_LONG = "prompt_too_long"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DroppedPrompt:
+    """A prompt that will not be trained on."""
+
+    ordinal: int
+    source: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutProgress:
+    """How far a rollout is; ``waiting_for`` says what is still running."""
+
+    rollout_id: int
+    groups_done: int
+    groups_wanted: int
+    groups_running: int
+    prompts_dropped: int
+    tokens: int
+    elapsed_s: float
+    waiting_for: str
+
+
+ProgressCallback = Callable[[RolloutProgress], None]
+
+
+class Rollout:
+    """What a rollout works with; the argument of a function of ``--rollout-function-path``.
+
+    Such a function takes prompts with :meth:`take`, runs them (:meth:`running`, or :meth:`run_group` for one), asks
+    :meth:`keep` about each whole group, and returns the list of groups to train on. Whatever it took and does not
+    return waits for the next rollout.
+    """
+
+    def __init__(
+        self,
+        *,
+        rollout_id: int,
+        version: WeightVersion,
+        settings: RolloutSettings,
+        buffer: PromptBuffer,
+        runner: GroupRunner,
+        group_filter: GroupFilter | None,
+        dropped: list[DroppedPrompt],
+        max_rejected: int,
+        make_running: Callable[[Callable[[RunningGroups], None]], RunningGroups],
+        progress: Callable[["Rollout", int, RunningGroups], None],
+    ) -> None:
+        self.rollout_id = rollout_id
+        self.version = version
+        self.settings = settings
+        self.buffer = buffer
+        self.runner = runner
+        self.dropped = dropped
+        self.groups_done = 0
+        self._filter = group_filter
+        self._max_rejected = max_rejected
+        self._make_running = make_running
+        self._progress = progress
+        self._rejected: Counter[str] = Counter()
+
+    def running(self) -> RunningGroups:
+        """A set of groups that run at the same time, which reports progress while it is waited for."""
+        return self._make_running(lambda running: self._progress(self, self.groups_done, running))
+
+    async def run_group(self, group: SampleGroup) -> bool:
+        """Generates and scores one group; False when it was interrupted."""
+        return await self.runner.run_group(group)
+
+    def take_ready(self, n: int) -> list[SampleGroup]:
+        """Up to ``n`` whole, accepted groups that an earlier rollout left over."""
+        return self.buffer.take_ready(n)
+
+    def take(self, n: int) -> list[SampleGroup]:
+        """``n`` groups to generate; fewer only at the end of the last epoch.
+
+        A prompt that leaves no room for a response (``--rollout-max-context-len``) is dropped and counted.
+
+        Raises:
+            ValueError: too many prompts in a row were dropped.
+        """
+        groups: list[SampleGroup] = []
+        while len(groups) < n:
+            self._check_rejected()
+            taken = self.buffer.take(n - len(groups))
+            if not taken:
+                break
+            for group in taken:
+                if self.runner.context.room(group.prompt) < 1:
+                    self._drop_too_long(group)
+                else:
+                    groups.append(group)
+        return groups
+
+    def keep(self, group: SampleGroup) -> bool:
+        """Asks the filter about a whole group. False: it is dropped and counted with the filter's reason.
+
+        Raises:
+            ValueError: the filter raised, or returned no bool.
+        """
+        kept, reason = judge(group, self._filter)
+        if kept:
+            self._rejected.clear()
+            self.buffer.accept(group)
+        else:
+            self.drop(group, reason)
+        return kept
+
+    def drop(self, group: SampleGroup, reason: str) -> None:
+        """Counts the prompt of an active group as dropped."""
+        self.dropped.append(DroppedPrompt(ordinal=group.prompt.ordinal, source=group.prompt.source, reason=reason))
+        self.buffer.release(group)
+        self._rejected[reason] += 1
+
+    def _check_rejected(self) -> None:
+        if self._rejected.total() >= self._max_rejected:
+            reasons = ", ".join(f"{r}: {n}" for r, n in self._rejected.most_common(5))
+            raise ValueError(
+                f"rollout {self.rollout_id}: {self._rejected.total()} prompts in a row were dropped ({reasons}), last "
+                f"{self.dropped[-1].source}; check --dynamic-sampling-filter-path, the reward, and whether the model "
+                "sometimes solves such prompts"
+            )
+
+    def _drop_too_long(self, group: SampleGroup) -> None:
+        prompt, limit = group.prompt, self.settings.rollout_max_context_len
+        assert limit is not None, "without a limit every prompt has room"
+        logger.warning(
+            "%s: dropped, its prompt of %d tokens leaves no room for a response in the %d tokens of a sample "
+            "(--rollout-max-context-len, or what the model and --max-tokens-per-gpu allow); filter such rows with "
+            "--rollout-max-prompt-len %d",
+            prompt.source,
+            len(prompt.input_ids),
+            limit,
+            limit - 1,
+        )
+        self.drop(group, PROMPT_TOO_LONG)
+
+
+RolloutFunction = Callable[[Rollout], Awaitable[list[SampleGroup]]]
+
+
+async def collect_groups(rollout: Rollout) -> list[SampleGroup]:
+    """The default rollout function: over-sampling, first finished first.
+
+    Submits ``--over-sampling-batch-size`` prompts for each ``--rollout-batch-size`` groups that are missing, and
+    replaces rejected groups in the same proportion. When enough groups are accepted, the others are interrupted: whole
+    ones are ready for the next rollout, unfinished samples start again there, before any new prompt.
+    """
+    settings = rollout.settings
+    wanted = settings.rollout_batch_size
+    done = rollout.take_ready(wanted)
+    rollout.groups_done = len(done)
+    running = rollout.running()
+    try:
+        while len(done) < wanted:
+            missing = wanted - len(done) - len(running)
+            if missing > 0:
+                # Rounded up; equal to `missing` without over-sampling, so that nothing is generated in vain.
+                for group in rollout.take(-(-missing * settings.submitted_prompts // wanted)):
+                    running.submit(group)
+            if not len(running):
+                break  # the last epoch is over
+            done += [g for g in await running.next_finished() if rollout.keep(g)]
+            rollout.groups_done = min(len(done), wanted)
+        for group, whole in await running.interrupt():
+            if not whole or rollout.keep(group):
+                rollout.buffer.put_back(group)
+    except BaseException:
+        await running.cancel()
+        raise
+    return done[:wanted]

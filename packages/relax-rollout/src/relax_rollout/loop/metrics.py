@@ -1,0 +1,77 @@
+"""Numbers of one rollout, for the progress line and TensorBoard."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from relax_data.types import Sample, SampleGroup, SampleStatus, WeightVersion
+
+from relax_rollout.timer import PhaseClock
+
+
+def sample_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
+    """Reward, length in tokens and share of truncated responses, over all samples; nothing for no samples.
+
+    Numbers that the reward function returned beside the reward are averaged under ``<prefix>/info/<key>`` when every
+    sample has them.
+    """
+    if not samples:
+        return {}
+    rewards = [s.reward for s in samples if s.reward is not None]
+    lengths = [len(s.tokens) for s in samples]
+    metrics = {
+        f"{prefix}/response_length": statistics.fmean(lengths),
+        f"{prefix}/response_length_max": float(max(lengths)),
+        f"{prefix}/truncated": sum(s.status is SampleStatus.TRUNCATED for s in samples) / len(samples),
+    }
+    if rewards:
+        metrics[f"{prefix}/reward"] = statistics.fmean(rewards)
+        metrics[f"{prefix}/reward_std"] = statistics.pstdev(rewards)
+    for key in samples[0].reward_info:
+        values = [s.reward_info.get(key) for s in samples]
+        numbers = [float(v) for v in values if isinstance(v, int | float)]
+        if len(numbers) == len(values):
+            metrics[f"{prefix}/info/{key}"] = statistics.fmean(numbers)
+    return metrics
+
+
+def rollout_metrics(
+    groups: Sequence[SampleGroup],
+    *,
+    version: WeightVersion,
+    tokens: int,
+    dropped: Iterable[str],
+    restarted: int,
+    buffered: int,
+    clock: PhaseClock,
+) -> dict[str, float]:
+    """All metrics of a rollout.
+
+    Args:
+        version: the policy version that consumes the groups; staleness is this minus a sample's oldest version.
+        tokens: tokens that the engines returned during the rollout, also those thrown away.
+        dropped: the reason of each prompt dropped during the rollout.
+        restarted: samples whose tokens were thrown away during the rollout, to start again from the prompt.
+        buffered: prompts that wait for the next rollout.
+        clock: the rollout's times.
+    """
+    samples = [s for g in groups for s in g.samples]
+    elapsed = max(clock.elapsed_s, 1e-9)
+    metrics = sample_metrics(samples, "rollout")
+    staleness = [version - s.oldest_version for s in samples if s.oldest_version is not None]
+    if staleness:
+        metrics["rollout/staleness"] = statistics.fmean(staleness)
+        metrics["rollout/staleness_max"] = float(max(staleness))
+    counts = Counter(dropped)
+    metrics |= {f"rollout/dropped/{reason}": float(n) for reason, n in sorted(counts.items())}
+    return metrics | {
+        "rollout/groups": float(len(groups)),
+        "rollout/dropped": float(sum(counts.values())),
+        "rollout/restarted_samples": float(restarted),
+        "rollout/buffered_groups": float(buffered),
+        "rollout/tokens": float(tokens),
+        "rollout/tokens_per_second": tokens / elapsed,
+        "time/rollout": elapsed,
+        "time/generate": clock.generate_s,
+        "time/reward": clock.reward_s,
+    }

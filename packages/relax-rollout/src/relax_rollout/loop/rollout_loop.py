@@ -1,0 +1,269 @@
+"""The rollout loop: asks the engines for the groups of one training step after the other, and loses no prompt."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from relax_data.prompts.source import PromptSource
+from relax_data.types import SampleGroup, WeightVersion
+
+from relax_rollout.concurrency import UserFunctionError, guarded
+from relax_rollout.engines.base import Engine
+from relax_rollout.engines.router import EnginePool
+from relax_rollout.filters import GroupFilter, load_filter
+from relax_rollout.generation.generate import GenerationContext, load_generate_function, sampling_params
+from relax_rollout.hooks import load_function
+from relax_rollout.loop.buffer import PromptBuffer
+from relax_rollout.loop.context import (
+    DroppedPrompt,
+    ProgressCallback,
+    Rollout,
+    RolloutFunction,
+    RolloutProgress,
+    collect_groups,
+)
+from relax_rollout.loop.metrics import rollout_metrics
+from relax_rollout.loop.runner import STALL_TIMEOUT_S, GroupRunner, RunningGroups
+from relax_rollout.rewards.base import RewardFunction
+from relax_rollout.settings import RolloutSettings
+from relax_rollout.timer import PhaseClock
+
+MAX_REJECTED_BATCHES = 16
+"""A rollout fails when this many times ``--rollout-batch-size`` prompts in a row are dropped (by the filter, or too
+long): training would wait for ever."""
+
+STATE_FORMAT = 1
+
+
+@dataclasses.dataclass(kw_only=True)
+class RolloutResult:
+    """What one rollout returns.
+
+    Attributes:
+        groups: whole, scored and accepted, in the order of the prompts; ``--rollout-batch-size`` of them, or fewer at
+            the end of the last epoch.
+        metrics: see :mod:`relax_rollout.loop.metrics`.
+        dropped: prompts that were dropped since the last rollout was returned.
+    """
+
+    groups: list[SampleGroup]
+    metrics: dict[str, float]
+    dropped: list[DroppedPrompt]
+
+
+class RolloutLoop:
+    """Generates rollouts.
+
+    Args:
+        settings: options of the rollout.
+        engines: where requests go, least loaded first. The attribute may be replaced between rollouts.
+        source: prompts.
+        reward: scores the responses.
+        tokenizer: transformers tokenizer; only its ``decode`` is used here.
+        filter: decides about each scored group; default: that of ``--dynamic-sampling-filter-path``.
+        concurrency: most requests at the same time for each engine.
+        max_staleness: a buffered sample whose oldest version is further behind the version of the rollout than this
+            starts again from its prompt; None: no limit.
+        max_rejected: error after this many dropped prompts in a row;
+            default: ``MAX_REJECTED_BATCHES * rollout_batch_size``.
+        progress: called about every ``progress_interval_s`` seconds while engines or rewards are waited for.
+        stall_timeout_s: error after this many seconds in which no sample was generated or scored.
+
+    Raises:
+        ValueError: the settings are wrong, a function cannot be imported, or partial rollout is asked for.
+    """
+
+    def __init__(
+        self,
+        settings: RolloutSettings,
+        *,
+        engines: Sequence[Engine],
+        source: PromptSource,
+        reward: RewardFunction,
+        tokenizer: Any,
+        filter: GroupFilter | None = None,
+        concurrency: int = 512,
+        max_staleness: int | None = None,
+        max_rejected: int | None = None,
+        progress: ProgressCallback | None = None,
+        progress_interval_s: float = 5.0,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+    ) -> None:
+        problems = settings.problems()
+        if settings.partial_rollout:
+            problems.append("--partial-rollout is not implemented in this version; remove it")
+        if max_staleness is not None and max_staleness < 0:
+            problems.append(f"--max-staleness is {max_staleness}; it must be at least 0")
+        if problems:
+            raise ValueError("\n".join(problems))
+        self.settings = settings
+        self.engines = list(engines)
+        self._reward = reward
+        self._tokenizer = tokenizer
+        if filter is None and settings.dynamic_sampling_filter_path is not None:
+            filter = load_filter(settings.dynamic_sampling_filter_path)
+        self._filter = filter
+        self._generate = load_generate_function(settings.custom_generate_function_path)
+        self._collect: RolloutFunction = collect_groups
+        if settings.rollout_function_path is not None:
+            self._collect = load_function("--rollout-function-path", settings.rollout_function_path)
+        self._concurrency = concurrency
+        self._max_staleness = max_staleness
+        self._max_rejected = max_rejected or MAX_REJECTED_BATCHES * settings.rollout_batch_size
+        self._progress = progress
+        self._progress_interval_s = progress_interval_s
+        self._stall_timeout_s = stall_timeout_s
+        self._buffer = PromptBuffer(source, settings.n_samples_per_prompt)
+        self._dropped: list[DroppedPrompt] = []
+        self._busy = False
+
+    @property
+    def exhausted(self) -> bool:
+        """True when the source has no more prompts and none is buffered: further rollouts would be empty."""
+        return self._buffer.source_exhausted and not len(self._buffer)
+
+    async def generate(self, rollout_id: int, version: WeightVersion) -> RolloutResult:
+        """Collects the groups of one rollout.
+
+        When it raises or is cancelled, all its prompts are back in the buffer and no request is left running, so that
+        it may be called again.
+
+        Args:
+            rollout_id: absolute id, for messages and request ids.
+            version: policy version that the engines serve.
+
+        Raises:
+            EngineDied: an engine's process ended; the message names it.
+            RewardError, GenerationError: naming the sample; the cause is chained.
+            ValueError: too many prompts in a row were dropped, or a filter failed.
+            TimeoutError: an engine does not abort, or nothing moves any more.
+        """
+        assert not self._busy, "one rollout of a loop at a time"
+        self._busy = True
+        clock = PhaseClock()
+        pool = EnginePool(self.engines, self._concurrency, clock)
+        rollout = self._start(rollout_id, version, pool, clock)
+        try:
+            self._restart_stale(rollout)
+            groups = self._checked(await self._collected(rollout))
+            for group in groups:
+                self._buffer.release(group)
+        finally:
+            self._buffer.put_back_active()
+            self._busy = False
+        dropped, self._dropped = self._dropped, []
+        metrics = rollout_metrics(
+            groups,
+            version=version,
+            tokens=pool.tokens,
+            dropped=(d.reason for d in dropped),
+            restarted=rollout.runner.restarted,
+            buffered=len(self._buffer),
+            clock=clock,
+        )
+        return RolloutResult(groups=groups, metrics=metrics, dropped=dropped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: the source's cursor and everything taken from it that no rollout has returned yet.
+
+        May be called while a rollout runs: its groups are written as if it were interrupted now.
+        """
+        return {
+            "format": STATE_FORMAT,
+            "buffer": self._buffer.state_dict(),
+            "dropped": [dataclasses.asdict(d) for d in self._dropped],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where :meth:`state_dict` was called.
+
+        Raises:
+            ValueError: it was written in another format.
+        """
+        assert not self._busy, "a state is loaded between rollouts"
+        if state.get("format") != STATE_FORMAT:
+            raise ValueError(
+                f"the rollout state of the checkpoint has format {state.get('format')!r}, this version reads "
+                f"{STATE_FORMAT}; resume with the version that wrote it"
+            )
+        self._buffer.load_state_dict(state["buffer"])
+        self._dropped = [DroppedPrompt(**d) for d in state["dropped"]]
+
+    def _start(self, rollout_id: int, version: WeightVersion, pool: EnginePool, clock: PhaseClock) -> Rollout:
+        context = GenerationContext(
+            pool,
+            sampling=sampling_params(self.settings),
+            max_context_len=self.settings.rollout_max_context_len,
+            tokenizer=self._tokenizer,
+            version=version,
+            label=f"r{rollout_id}",
+        )
+        runner = GroupRunner(pool, context, generate=self._generate, reward=self._reward, clock=clock)
+
+        def report(rollout: Rollout, groups_done: int, running: RunningGroups) -> None:
+            if self._progress is not None:
+                self._progress(
+                    RolloutProgress(
+                        rollout_id=rollout_id,
+                        groups_done=groups_done,
+                        groups_wanted=self.settings.rollout_batch_size,
+                        groups_running=len(running),
+                        prompts_dropped=len(rollout.dropped),
+                        tokens=pool.tokens,
+                        elapsed_s=clock.elapsed_s,
+                        waiting_for=running.waiting_for,
+                    )
+                )
+
+        return Rollout(
+            rollout_id=rollout_id,
+            version=version,
+            settings=self.settings,
+            buffer=self._buffer,
+            runner=runner,
+            group_filter=self._filter,
+            dropped=self._dropped,
+            max_rejected=self._max_rejected,
+            make_running=lambda on_wait: RunningGroups(
+                runner,
+                on_wait=on_wait,
+                interval_s=self._progress_interval_s,
+                stall_timeout_s=self._stall_timeout_s,
+            ),
+            progress=report,
+        )
+
+    def _restart_stale(self, rollout: Rollout) -> None:
+        """Lets buffered samples that are too old for this rollout start again; none is dropped."""
+        if self._max_staleness is None:
+            return
+        oldest = rollout.version - self._max_staleness
+        for group in (*self._buffer.ready, *self._buffer.waiting):
+            stale = [s for s in group.samples if s.oldest_version is not None and s.oldest_version < oldest]
+            for sample in stale:
+                rollout.runner.restart(sample)
+            if stale:
+                self._buffer.wait(group)
+
+    async def _collected(self, rollout: Rollout) -> Any:
+        try:
+            return await guarded(self._collect, rollout)
+        except UserFunctionError as e:
+            path = self.settings.rollout_function_path
+            raise ValueError(f"rollout {rollout.rollout_id}: --rollout-function-path {path} raised {e}") from e
+
+    def _checked(self, groups: Any) -> list[SampleGroup]:
+        """The groups in the order of the prompts; what a function of the user returned is not trusted."""
+        if self.settings.rollout_function_path is not None:
+            name = f"--rollout-function-path {self.settings.rollout_function_path}"
+            if not isinstance(groups, list) or not all(isinstance(g, SampleGroup) for g in groups):
+                raise ValueError(f"{name} returned {type(groups).__name__}; it must return a list of SampleGroup")
+            for group in groups:
+                if not self._buffer.is_active(group):
+                    raise ValueError(
+                        f"{name} returned a group for {group.prompt.source} that it did not take with rollout.take, "
+                        "or returned it twice"
+                    )
+                if not group.finished or any(s.reward is None for s in group.samples):
+                    raise ValueError(f"{name} returned an unfinished group for {group.prompt.source}")
+        return sorted(groups, key=lambda g: g.prompt.ordinal)

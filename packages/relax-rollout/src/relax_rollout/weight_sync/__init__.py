@@ -1,0 +1,4 @@
+"""New weights to engines, a bucket at a time.
+
+Door: :func:`relax_rollout.weight_sync.push.push_weights`.
+"""

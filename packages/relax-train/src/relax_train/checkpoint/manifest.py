@@ -1,0 +1,144 @@
+"""What a checkpoint says about itself, and whether a run can go on with it. Needs no torch: a plan asks too.
+
+``relax.json`` is written first; ``files.json`` last, with the time and the size of every file, so that a copy of half a
+checkpoint is known as such without reading it.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from relax_train.checkpoint.folders import FILES, CheckpointError, checkpoints, latest_rollout, place
+from relax_train.settings.checkpoint import LATEST
+from relax_train.settings.model import SHAPE_KEYS, experts_key
+
+FORMAT = 1
+MANIFEST = "relax.json"
+_KEYS = {"rollout_id", "world_size", "layout", "dtype", "scheduler", "extra"}
+
+
+def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a ``config.json`` that decide which tensors a model has, those that are not there as None."""
+    found = {key: hf_config.get(key) for key in SHAPE_KEYS}
+    found["num_experts"] = hf_config.get(experts_key(hf_config))
+    hidden, heads = found["hidden_size"], found["num_attention_heads"]
+    found["num_key_value_heads"] = found["num_key_value_heads"] or heads
+    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        found["head_dim"] = found["head_dim"] or hidden // heads
+    return found
+
+
+def find(directory: Path, rollout_id: int | None = None) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint to load and its manifest; None when the folder holds none.
+
+    Args:
+        directory: folder of checkpoints.
+        rollout_id: which one; default what ``latest`` names.
+
+    Raises:
+        CheckpointError: it cannot be read or is not of this version; the message has the way out.
+    """
+    if rollout_id is None:
+        try:
+            rollout_id = latest_rollout(directory)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        if rollout_id is None:
+            if there := checkpoints(directory):
+                raise CheckpointError(f"{directory} has no file {LATEST!r}: write one of {', '.join(there)} into it")
+            return None
+    folder = place(directory, rollout_id)
+    file = folder / MANIFEST
+    try:
+        if file.exists() and not file.is_file():
+            raise ValueError("it is not a regular file")
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. {way_out(folder)}") from error
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if version != FORMAT:
+        raise CheckpointError(f"{file} has format {version}, this version reads format {FORMAT}. {way_out(folder)}")
+    missing = sorted(_KEYS - manifest.keys())
+    if missing or manifest["rollout_id"] != rollout_id:
+        what = f"lacks {', '.join(missing)}" if missing else f"is of rollout {manifest['rollout_id']}"
+        raise CheckpointError(f"{file} {what}. {way_out(folder)}")
+    return folder, manifest
+
+
+def way_out(folder: Path) -> str:
+    """What to do about a checkpoint that cannot be loaded."""
+    others = [name for name in checkpoints(folder.parent) if name != folder.name]
+    earlier = f", or resume from {' or '.join(others[-3:])}: write its name into {folder.parent / LATEST}"
+    return "Copy the checkpoint again from where it is whole" + (earlier if others else "")
+
+
+def record_files(folder: Path) -> None:
+    """Writes ``files.json``: the time, and the size of every other file of a checkpoint."""
+    # NFS keeps files that are removed while open under names of its own for a while.
+    files = [p for p in sorted(folder.iterdir()) if p.name != FILES and not p.name.startswith(".nfs")]
+    sizes = {path.name: path.stat().st_size for path in files}
+    (folder / FILES).write_text(json.dumps({"written": time.time(), "files": sizes}), encoding="utf-8")
+
+
+def files_problem(folder: Path) -> str | None:
+    """Which file is missing or of another size than it was written with; None also where no sizes were recorded."""
+    try:
+        sizes = json.loads((folder / FILES).read_text(encoding="utf-8"))["files"]
+        for name, size in sizes.items():
+            file = folder / name
+            if not file.is_file():
+                return f"{file} is missing"
+            if file.stat().st_size != size:
+                return f"{file} was cut off or changed: it has {file.stat().st_size} of {size} bytes"
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        return f"{folder / FILES} cannot be read: {error!r}"
+    return None
+
+
+def layout_problem(manifest: Mapping[str, Any], now: Mapping[str, int], folder: Path) -> str | None:
+    """Parallel sizes under which the optimizer state does not load.
+
+    Args:
+        now: sizes of this run by the name of their option.
+    """
+    saved = manifest["layout"]
+    fixed = [name for name in now if name not in ("data_parallel_size", "context_parallel_size")]
+    differing = [f"--{name.replace('_', '-')} {saved.get(name)}" for name in fixed if saved.get(name) != now[name]]
+    if not differing:
+        return None
+    return (
+        f"{folder} was saved with {', '.join(differing)}; its optimizer state loads only like that. Resume with "
+        "these sizes, or start anew from its weights: export them with --save-hf and give that folder as "
+        "--hf-checkpoint"
+    )
+
+
+def precision_problem(manifest: Mapping[str, Any], now: str, folder: Path) -> str | None:
+    """A precision (``float32``, ``bfloat16``) in which the optimizer state does not load."""
+    saved = manifest["dtype"]
+    if saved == now:
+        return None
+    flag = "--bf16" if saved == "bfloat16" else "--no-bf16"
+    return (
+        f"{folder} was saved by a run in {saved}, this one is in {now}; its optimizer state loads only in its own "
+        f"precision: resume with {flag}"
+    )
+
+
+def architecture_problem(manifest: Mapping[str, Any], hf_config: Mapping[str, Any], folder: Path) -> str | None:
+    """A model of other shapes than ``--hf-checkpoint`` has; None also where none were recorded."""
+    saved, now = manifest.get("model"), architecture(hf_config)
+    if not isinstance(saved, dict):
+        return None
+    pairs = {key: (saved.get(key), now[key]) for key in now}
+    differing = [f"{key} {a!r} instead of {b!r}" for key, (a, b) in pairs.items() if (a or None) != (b or None)]
+    if not differing:
+        return None
+    return (
+        f"{folder} is of another model than --hf-checkpoint: it has {', '.join(differing)}; give the --hf-checkpoint "
+        "that the run was started with, or leave --load out"
+    )

@@ -1,0 +1,399 @@
+"""Checkpoints of a run, and exports to Hugging Face folders. Both appear whole or not at all.
+
+A folder of checkpoints holds one folder ``rollout_<id>`` for each and a file ``latest`` with the name of the newest. A
+checkpoint has megatron-core's sharded files (weights, optimizer), ``rng_<rank>.pt``, ``relax.json`` with everything
+else (the parallel layout, the learning-rate schedule, and ``extra``, what the driver wants back), and ``files.json``
+with the sizes of all these (:mod:`relax_train.checkpoint.manifest`). It is written as
+``rollout_<id>.tmp`` and renamed when every rank is done; only then ``latest`` names it.
+
+Rollout ids are absolute: the checkpoint of rollout ``k`` is the state after training on rollout ``k``.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from relax_train.backend.device import DeviceContext, has_cuda
+from relax_train.backend.mcore import VERSION, tensor_parallel
+from relax_train.backend.optimizer import Optimizer
+from relax_train.backend.parallel import Layout
+from relax_train.checkpoint.folders import CheckpointError, latest_rollout, prune, publish, rollout_folder, set_latest
+from relax_train.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    architecture,
+    architecture_problem,
+    find,
+    layout_problem,
+    precision_problem,
+    record_files,
+    way_out,
+)
+from relax_train.checkpoint.sharded_io import (
+    agree,
+    check_files,
+    local_bytes,
+    on_every_rank,
+    read_state,
+    sharded_state,
+    write_state,
+)
+from relax_train.models.build import Model
+from relax_train.models.export import weight_buckets
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint says beside weights and optimizer.
+
+    Attributes:
+        rollout_id: the rollout after which it was written; the run goes on with the next.
+        extra: what was given to :func:`save_checkpoint`.
+        optimizer: whether the optimizer state was loaded too.
+    """
+
+    rollout_id: int
+    extra: dict[str, Any]
+    optimizer: bool
+
+
+def _on_first_rank(layout: Layout, action: Callable[[], T]) -> T:
+    """Result of ``action``, which only rank 0 runs; collective.
+
+    Raises:
+        CheckpointError: on every rank, when it raised.
+    """
+    box: list[T | None] = [None]
+
+    def act() -> None:
+        if layout.rank == 0:
+            box[0] = action()
+
+    on_every_rank(layout, act)
+    dist.broadcast_object_list(box, src=0, group=layout.gloo_group)
+    return box[0]  # type: ignore[return-value]
+
+
+# ---------------------------------------------------------------------- save
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    rollout_id: int,
+    model: Model,
+    optimizer: Optimizer,
+    *,
+    extra: dict[str, Any] | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Writes the checkpoint of a rollout; collective.
+
+    Args:
+        directory: folder of checkpoints, seen by all ranks.
+        extra: JSON-able state of the caller; rank 0's is written.
+        keep: remove all but the newest so many checkpoints afterwards.
+
+    Returns:
+        the folder of the checkpoint.
+
+    Raises:
+        CheckpointError: on every rank, when any of them could not write. What was there before is untouched and
+            ``latest`` still names it; the message has the path and the free space.
+    """
+    directory, layout = Path(directory).absolute(), model.layout
+    target = rollout_folder(directory, rollout_id)
+    unfinished = target.with_name(target.name + ".tmp")
+    state = sharded_state(model, optimizer)
+    size = torch.tensor(local_bytes(state))
+    dist.all_reduce(size, group=layout.gloo_group)
+    manifest = _manifest(rollout_id, model, optimizer, extra or {})
+    try:
+        _on_first_rank(layout, lambda: _prepare(unfinished, manifest))
+        on_every_rank(layout, lambda: _write_rng(unfinished, layout))
+        write_state(state, unfinished, layout)
+        _on_first_rank(layout, lambda: _finish(unfinished, target))
+    except CheckpointError as error:
+        give_up = functools.partial(_give_up, error, unfinished, target, int(size))
+        text = _on_first_rank(layout, give_up)
+        raise CheckpointError(text) from error
+    if keep is not None:
+        _on_first_rank(layout, lambda: prune(directory, keep))
+    return target
+
+
+def _prepare(unfinished: Path, manifest: dict[str, Any]) -> None:
+    for stale in unfinished.parent.glob("rollout_*.tmp"):
+        shutil.rmtree(stale)
+    unfinished.mkdir(parents=True)
+    (unfinished / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def _finish(unfinished: Path, target: Path) -> None:
+    record_files(unfinished)
+    publish(unfinished, target)
+    set_latest(target.parent, target.name)
+
+
+def _give_up(error: CheckpointError, unfinished: Path, target: Path, size: int) -> str:
+    directory = target.parent
+    existing = next((p for p in (directory, *directory.parents) if p.exists()), Path("/"))
+    free = shutil.disk_usage(existing).free
+    shutil.rmtree(unfinished, ignore_errors=True)
+    previous = latest_rollout(directory)
+    kept = (
+        "there was no checkpoint before" if previous is None else f"the checkpoint of rollout {previous} is as it was"
+    )
+    return (
+        f"cannot save {target}: {error}. It takes about {size / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free there; "
+        f"make room, choose another --save, or keep fewer with --max-actor-ckpt-to-keep. {kept.capitalize()}."
+    )
+
+
+def _manifest(rollout_id: int, model: Model, optimizer: Optimizer, extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "rollout_id": rollout_id,
+        "world_size": model.layout.world_size,
+        "layout": model.layout.signature,
+        "dtype": _dtype_name(model),
+        "model": architecture(model.config_json),
+        "megatron_core": VERSION,
+        "scheduler": optimizer.state_dict(),
+        "extra": extra,
+    }
+
+
+def _write_rng(folder: Path, layout: Layout) -> None:
+    with DeviceContext():
+        tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(layout.device) if has_cuda() else None,
+        "megatron": tracker,
+    }
+    torch.save(state, folder / f"rng_{layout.rank}.pt")
+
+
+# ---------------------------------------------------------------------- load
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    model: Model,
+    optimizer: Optimizer | None,
+    *,
+    rollout_id: int | None = None,
+) -> Loaded | None:
+    """Loads a checkpoint into model and optimizer, in place; collective.
+
+    Weights load under any parallel layout. Optimizer state is cut by tensor, pipeline and expert parallelism and loads
+    only under the same of these.
+
+    Args:
+        directory: folder of checkpoints.
+        optimizer: None loads the weights only.
+        rollout_id: which one; default what ``latest`` names.
+
+    Returns:
+        None when the folder holds no checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is unreadable.
+        ValueError: the optimizer state was written under another layout or in another precision; the message names the
+            flag.
+    """
+    directory, layout = Path(directory).absolute(), model.layout
+    try:
+        found = _on_first_rank(layout, lambda: find(directory, rollout_id))
+    except CheckpointError as error:
+        raise CheckpointError(f"--load: {error}") from error
+    if found is None:
+        return None
+    folder, manifest = found
+    other_model = architecture_problem(manifest, model.config_json, folder)
+    if other_model is not None:
+        raise ValueError(f"--load: {other_model}")
+    if optimizer is not None:
+        _check_fit(manifest, model, folder)
+    try:
+        on_every_rank(layout, lambda: check_files(folder))
+        on_every_rank(layout, lambda: read_state(model, optimizer, folder))
+        if optimizer is not None:
+            with DeviceContext():
+                optimizer.scheduler.num_steps = 0  # megatron adds what it loads
+                optimizer.scheduler.load_state_dict(_schedule(manifest["scheduler"], optimizer))
+            on_every_rank(layout, lambda: _read_rng(folder, manifest, layout))
+    except CheckpointError as error:
+        raise CheckpointError(f"--load: cannot read {folder}: {error}. {way_out(folder)}") from error
+    return Loaded(manifest["rollout_id"], manifest["extra"], optimizer is not None)
+
+
+def _check_fit(manifest: dict[str, Any], model: Model, folder: Path) -> None:
+    """Refuses a checkpoint whose optimizer state this run cannot take.
+
+    Raises:
+        ValueError: the message names the flag.
+    """
+    for problem in (
+        layout_problem(manifest, model.layout.signature, folder),
+        precision_problem(manifest, _dtype_name(model), folder),
+    ):
+        if problem is not None:
+            raise ValueError(problem)
+
+
+def _dtype_name(model: Model) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _schedule(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    # Where the run is in its schedule comes from the checkpoint; the schedule itself from the flags of this start.
+    return {**optimizer.state_dict(), "num_steps": saved["num_steps"]}
+
+
+def _read_rng(folder: Path, manifest: dict[str, Any], layout: Layout) -> None:
+    if manifest["world_size"] != layout.world_size or manifest["layout"] != layout.signature:
+        return  # other ranks, other streams: the seeds of the start stand
+    file = folder / f"rng_{layout.rank}.pt"
+    try:
+        state = torch.load(file, weights_only=False)
+    except Exception as error:  # unpickling raises what it likes
+        raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if has_cuda() and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], layout.device)
+    with DeviceContext():
+        tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+# ---------------------------------------------------------------------- Hugging Face folder
+
+
+def save_hf(
+    model: Model,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 4 << 30,
+    bucket_bytes: int = 512 << 20,
+) -> Path:
+    """Writes a Hugging Face folder that transformers loads: weights, configuration, tokenizer files; collective.
+
+    Args:
+        directory: the folder itself; replaced if it exists.
+        max_shard_bytes: largest safetensors file, also what rank 0 holds in host memory.
+        bucket_bytes: how much is gathered on the device at once.
+
+    Raises:
+        CheckpointError: on every rank, when rank 0 could not write. A folder that was there before is untouched.
+    """
+    target, layout = Path(directory).absolute(), model.layout
+    unfinished = target.with_name(target.name + ".tmp")
+    writer = _HFWriter(unfinished, max_shard_bytes) if layout.rank == 0 else None
+    error: Exception | None = None
+    for bucket in weight_buckets(model, bucket_bytes):
+        if writer is not None and error is None:
+            try:
+                for name, tensor in bucket:
+                    writer.add(name, tensor)
+            except Exception as caught:  # the other ranks go on gathering: so must this one
+                error = caught
+        del bucket
+    try:
+        if writer is not None and error is None:
+            writer.finish(model)
+            publish(unfinished, target)
+    except Exception as caught:
+        error = caught
+    problem = agree(layout, error)
+    if problem is not None:
+        if layout.rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        existing = next((p for p in target.parents if p.exists()), Path("/"))
+        free = shutil.disk_usage(existing).free
+        raise CheckpointError(
+            f"cannot save {target}: {problem}. {free / 1e6:,.1f} MB are free there; make room or choose another "
+            "--save-hf. What was there before is as it was."
+        ) from error
+    return target
+
+
+class _HFWriter:
+    """Collects tensors on the host and writes a safetensors file whenever enough are there."""
+
+    def __init__(self, folder: Path, max_shard_bytes: int) -> None:
+        self._folder, self._max = folder, max_shard_bytes
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = self._total = 0
+        self._shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self._max:
+            self._flush()
+        # A copy of its own: safetensors refuses tensors that share their memory.
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += size
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number}.safetensors"
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        if not self._shards:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True)
+        save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._total += self._pending_bytes
+        self._pending, self._pending_bytes = {}, 0
+
+    def finish(self, model: Model) -> None:
+        self._flush()
+        count = len(self._shards)
+        if count == 1:
+            self._part(0).rename(self._folder / "model.safetensors")
+        else:
+            names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+            for i, name in enumerate(names):
+                self._part(i).rename(self._folder / name)
+            index = {
+                "metadata": {"total_size": self._total},
+                "weight_map": {t: names[i] for i, shard in enumerate(self._shards) for t in shard},
+            }
+            text = json.dumps(index, indent=2, sort_keys=True)
+            (self._folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        for source in Path(model.hf_folder).iterdir():
+            if source.is_file() and source.name != "config.json" and not _is_weights(source.name):
+                shutil.copy2(source, self._folder / source.name)
+        (self._folder / "config.json").write_text(json.dumps(_exported_config(model), indent=2), encoding="utf-8")
+
+
+def _exported_config(model: Model) -> dict[str, Any]:
+    """The configuration as it was given, but for the precision: transformers 5 would write it with keys that versions
+    before it skip in silence (``rope_parameters``, ``num_local_experts``), and they would compute with their defaults.
+    """
+    config = dict(model.config_json)
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = _dtype_name(model)
+    return config
+
+
+def _is_weights(name: str) -> bool:
+    endings = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+    return name.endswith(endings)

@@ -1,0 +1,170 @@
+"""Reading and writing megatron-core's sharded state, with every failure known to every rank.
+
+The files are those of ``megatron.core.dist_checkpointing`` and it reads them; writing them is done here from its parts.
+Its own ``save`` starts a manager process that outlives a killed trainer, forks writers out of a process full of
+threads, and leaves the other ranks waiting when the first one cannot write its small files.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint import CheckpointException
+
+from relax_train.backend.device import DeviceContext
+from relax_train.backend.mcore import (
+    CheckpointingConfig,
+    MCoreSavePlanner,
+    dist_checkpointing,
+    is_main_replica,
+    save_config,
+    save_preprocess,
+    to_torch_checkpoint,
+)
+from relax_train.backend.optimizer import Optimizer
+from relax_train.backend.parallel import Layout
+from relax_train.checkpoint.folders import CheckpointError
+from relax_train.models.build import Model
+
+ShardedState = dict[str, Any]
+_COMMON = "common.pt"
+
+
+def _reason(error: BaseException) -> str:
+    """An error as text; torch's own says only that there were some, and holds those of the ranks."""
+    if isinstance(error, CheckpointException):
+        # Their first lines: torch writes whole guides into these messages.
+        reasons = {r: (_reason(e[0]).splitlines() or [""])[0] for r, e in sorted(error.failures.items())}
+        return "; ".join(f"rank {r}: {text[:300]}" for r, text in reasons.items())
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def agree(layout: Layout, error: BaseException | None) -> str | None:
+    """Collective: the first error of any rank as text, or None when there was none."""
+    mine = None if error is None else _reason(error)
+    every: list[str | None] = [None] * layout.world_size
+    dist.all_gather_object(every, mine, group=layout.gloo_group)
+    return next((text for text in every if text is not None), None)
+
+
+def on_every_rank(layout: Layout, action: Callable[[], object]) -> None:
+    """Runs ``action``; collective.
+
+    Raises:
+        CheckpointError: on every rank, when it raised on any: no rank goes on to wait for one that failed.
+    """
+    error: BaseException | None = None
+    try:
+        action()
+    except (Exception, CheckpointException) as caught:  # torch's derives from BaseException
+        error = caught
+    problem = agree(layout, error)
+    if problem is not None:
+        raise CheckpointError(problem) from error
+
+
+def _metadata(layout: Layout) -> dict[str, Any]:
+    return {
+        # The only format of the distributed optimizer that loads with torch's AdamW.
+        "distrib_optim_sharding_type": "dp_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": layout.dp_cp_group,
+    }
+
+
+def sharded_state(model: Model, optimizer: Optimizer | None, *, loading: bool = False) -> ShardedState:
+    """megatron-core's description of this rank's weights, and of its optimizer state if one is given."""
+    metadata = _metadata(model.layout)
+    with DeviceContext(), torch.no_grad():
+        state: ShardedState = {"model": model.gpt[0].sharded_state_dict(metadata=metadata)}
+        if optimizer is not None:
+            described = optimizer.megatron.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
+            state["optimizer"] = described
+    return state
+
+
+def local_bytes(state: Any) -> int:
+    """Bytes that this rank writes, about: its tensors, those that other ranks write as well left out."""
+    if isinstance(state, dict):
+        return sum(local_bytes(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return sum(local_bytes(value) for value in state)
+    data = getattr(state, "data", None)
+    if isinstance(data, torch.Tensor) and is_main_replica(state.replica_id):
+        return data.numel() * data.element_size()
+    return 0
+
+
+def write_state(state: ShardedState, folder: Path, layout: Layout) -> None:
+    """Writes the sharded state into an empty folder; collective.
+
+    Raises:
+        CheckpointError: on every rank, when any rank failed.
+    """
+    with DeviceContext():
+        sharded, common = save_preprocess(state, True)
+
+    def write_small_files() -> None:
+        if layout.rank == 0:
+            torch.save(common, folder / _COMMON)
+            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+    on_every_rank(layout, write_small_files)
+    try:
+        with DeviceContext():
+            torch_checkpoint.save(
+                to_torch_checkpoint(sharded),
+                # One thread: with more, torch loses the errors of all but the first.
+                storage_writer=torch_checkpoint.FileSystemWriter(folder, thread_count=1, sync_files=True),
+                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+                process_group=layout.gloo_group,
+            )
+    except CheckpointException as caught:
+        raise CheckpointError(_reason(caught)) from caught
+
+
+def check_files(folder: Path) -> None:
+    """Looks whether this rank sees all files of the sharded state, in their length; reads the small ones only.
+
+    Raises:
+        CheckpointError: one is missing, cut off or unreadable; the message names it.
+    """
+    for name, read in (
+        ("metadata.json", lambda file: json.loads(file.read_bytes())),
+        (_COMMON, lambda file: torch.load(file, weights_only=False)),
+        (".metadata", lambda file: torch_checkpoint.FileSystemReader(folder).read_metadata()),
+    ):
+        try:
+            content = read(folder / name)
+        except Exception as error:  # unpickling raises what it likes
+            raise CheckpointError(f"{folder / name} cannot be read: {_reason(error)}") from error
+    sizes: dict[str, int] = {}
+    for part in content.storage_data.values():
+        sizes[part.relative_path] = max(sizes.get(part.relative_path, 0), part.offset + part.length)
+    for name, size in sorted(sizes.items()):
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        if file.stat().st_size < size:
+            raise CheckpointError(f"{file} was cut off: it has {file.stat().st_size} of {size} bytes")
+
+
+def read_state(model: Model, optimizer: Optimizer | None, folder: Path) -> None:
+    """Reads weights, and optimizer state if an optimizer is given, in place; collective.
+
+    The weights may have been written under another layout, the optimizer state may not.
+    """
+    state = sharded_state(model, optimizer, loading=True)
+    with DeviceContext(), torch.no_grad():
+        loaded = dist_checkpointing.load(state, os.fspath(folder))
+        model.gpt[0].load_state_dict(loaded["model"])
+        if optimizer is not None:
+            optimizer.megatron.load_state_dict(loaded["optimizer"])
+            optimizer.after_load()

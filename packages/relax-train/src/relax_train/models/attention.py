@@ -1,0 +1,234 @@
+"""Causal attention over packed sequences, with context parallelism.
+
+Packed ("thd") means that the documents of a micro-batch lie one after another in one row, and ``cu_seqlens`` holds
+their borders. No document sees another. With context parallelism of size ``cp`` each document is cut into ``2 * cp``
+equal chunks, and rank ``r`` holds chunks ``r`` and ``2 * cp - 1 - r`` (so that all ranks have the same work under a
+causal mask); keys and values are gathered from all ranks, queries stay.
+
+On CUDA in half precision the kernel is ``torch.nn.attention.varlen``; elsewhere scaled-dot-product attention runs
+document by document, whose cost is the sum of the squared lengths and never the square of the row.
+"""
+
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from relax_train.backend.mcore import MegatronModule, PackedSeqParams, ProcessGroupCollection, tensor_parallel
+from relax_train.models.rotary import rotary_tables, rotate
+
+
+def zigzag_positions(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Positions of the full packed row that a context-parallel rank holds, in the order it holds them.
+
+    Args:
+        cu_seqlens: borders of the documents in the full row, starting with 0; each length a multiple of 2 * cp_size.
+
+    Returns:
+        int64 ``[cu_seqlens[-1] / cp_size]``.
+    """
+    if cp_size == 1:
+        return torch.arange(cu_seqlens[-1])
+    pieces = []
+    for start, end in itertools.pairwise(cu_seqlens):
+        assert (end - start) % (2 * cp_size) == 0, f"{end - start} tokens do not divide by 2 x CP {cp_size}"
+        chunk = (end - start) // (2 * cp_size)
+        for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            pieces.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
+    return torch.cat(pieces)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Segment:
+    """Consecutive local queries, and the consecutive keys of the full row up to and including the last query's."""
+
+    query: int
+    queries: int
+    key: int
+    keys: int
+
+
+class _Plan:
+    """What attention needs to know of one micro-batch. Made once and shared by all its layers."""
+
+    def __init__(self, packed: PackedSeqParams, cp_size: int, cp_rank: int, device: torch.device) -> None:
+        borders = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        self._borders, self._cp_size, self._cp_rank, self._device = borders, cp_size, cp_rank, device
+        self._max_length = packed.max_seqlen_q
+        self._rotary: dict[tuple[int, float, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @functools.cached_property
+    def borders(self) -> list[int]:
+        result: list[int] = self._borders.tolist()
+        return result
+
+    @functools.cached_property
+    def segments(self) -> list[_Segment]:
+        cp, rank, found = self._cp_size, self._cp_rank, []
+        for start, end in itertools.pairwise(self.borders):
+            if cp == 1:
+                found.append(_Segment(start, end - start, start, end - start))
+                continue
+            chunk = (end - start) // (2 * cp)
+            found.append(_Segment(start // cp, chunk, start, (rank + 1) * chunk))
+            found.append(_Segment(start // cp + chunk, chunk, start, (2 * cp - rank) * chunk))
+        return found
+
+    @functools.cached_property
+    def key_order(self) -> torch.Tensor:
+        """int64: index that brings the keys gathered from all ranks into the order of the full row."""
+        held = torch.cat([zigzag_positions(self.borders, self._cp_size, r) for r in range(self._cp_size)])
+        return torch.argsort(held).to(self._device)
+
+    @functools.cached_property
+    def key_index(self) -> torch.Tensor:
+        """int64: index that brings the gathered keys into the order of the segments, repeated where shared."""
+        order = self.key_order
+        return torch.cat([order[s.key : s.key + s.keys] for s in self.segments])
+
+    def rotary(self, tokens: int, dim: int, theta: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tables of :func:`rotary_tables` for the ``tokens`` that this rank holds; all layers share them."""
+        key = (dim, theta, dtype)
+        if key not in self._rotary:
+            self._rotary[key] = rotary_tables(self._positions(tokens), dim, theta, dtype)
+        return self._rotary[key]
+
+    def _positions(self, tokens: int) -> torch.Tensor:
+        """int64 ``[tokens]``: position in its document of each token that this rank holds."""
+        borders = self._borders.to(device=self._device, dtype=torch.int64)
+        if self._cp_size == 1:
+            held = torch.arange(tokens, device=self._device)
+        else:
+            held = zigzag_positions(self.borders, self._cp_size, self._cp_rank).to(self._device)
+        return held - borders[torch.searchsorted(borders, held, right=True) - 1]
+
+    @functools.cached_property
+    def varlen(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Borders of the queries and of the keys, int32, and the longest of each."""
+        if self._cp_size == 1:
+            cu = self._borders.to(device=self._device, dtype=torch.int32)
+            longest = self._max_length
+            if longest is None:
+                longest = max(s.keys for s in self.segments)
+            return cu, cu, int(longest), int(longest)
+        queries, keys = [s.queries for s in self.segments], [s.keys for s in self.segments]
+        cu_q = torch.tensor([0, *queries]).cumsum(0).to(device=self._device, dtype=torch.int32)
+        cu_k = torch.tensor([0, *keys]).cumsum(0).to(device=self._device, dtype=torch.int32)
+        return cu_q, cu_k, max(queries), max(keys)
+
+
+def _plan(packed: PackedSeqParams, cp_size: int, cp_rank: int, device: torch.device) -> _Plan:
+    # Kept on the object itself: it lives as long as the micro-batch, and recomputation gets the same object.
+    plan = getattr(packed, "_relax_plan", None)
+    if plan is None:
+        plan = packed._relax_plan = _Plan(packed, cp_size, cp_rank, device)
+    return plan
+
+
+@functools.cache
+def _varlen_kernel() -> Callable[..., torch.Tensor] | None:
+    """Causal ``varlen_attn`` whatever this torch calls its arguments; None where it is missing."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    names = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+    if "enable_gqa" in names:
+        options["enable_gqa"] = True
+    return functools.partial(varlen_attn, **options)
+
+
+def _by_document(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: list[_Segment], scale: float | None
+) -> torch.Tensor:
+    grouped = query.size(1) != key.size(1)
+    outputs = []
+    for s in segments:
+        q = query[s.query : s.query + s.queries].transpose(0, 1)[None]  # [1, heads, queries, dim]
+        k = key[s.key : s.key + s.keys].transpose(0, 1)[None]
+        v = value[s.key : s.key + s.keys].transpose(0, 1)[None]
+        mask = None
+        if s.queries != s.keys:  # the last query sees the last key
+            mask = torch.ones(s.queries, s.keys, dtype=torch.bool, device=q.device).tril(s.keys - s.queries)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+class PackedAttention(MegatronModule):
+    """``core_attention`` of a megatron-core layer, for packed sequences. Holds no parameters; no dropout.
+
+    With ``rope_theta`` it rotates queries and keys itself (see :mod:`relax_train.models.rotary`); the model is then
+    built with megatron-core's position embedding "none".
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        rope_theta: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.cp_group, self.softmax_scale, self.rope_theta = groups.cp, softmax_scale, rope_theta
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Attends.
+
+        Args:
+            query: ``[tokens, heads, dim]``, the tokens that this rank holds.
+            key: ``[tokens, key heads, dim]``; value likewise.
+
+        Returns:
+            ``[tokens, heads * dim]``.
+        """
+        assert packed_seq_params is not None, "the model takes packed sequences only: pass packed_seq_params"
+        tokens, cp = query.size(0), self.cp_group.size()
+        plan = _plan(packed_seq_params, cp, self.cp_group.rank(), query.device)
+        if self.rope_theta is not None:
+            wide = torch.promote_types(query.dtype, torch.float32)
+            tables = plan.rotary(tokens, query.size(-1), self.rope_theta, wide)
+            query, key = rotate(query, *tables), rotate(key, *tables)
+        if cp > 1:
+            key, value = (
+                tensor_parallel.gather_from_sequence_parallel_region(
+                    x.contiguous(), tensor_parallel_output_grad=True, group=self.cp_group
+                )
+                for x in (key, value)
+            )
+        kernel = _varlen_kernel() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
+        if kernel is not None:
+            if cp > 1:
+                key, value = key.index_select(0, plan.key_index), value.index_select(0, plan.key_index)
+            cu_q, cu_k, longest_q, longest_k = plan.varlen
+            out = kernel(query, key, value, cu_q, cu_k, longest_q, longest_k, scale=self.softmax_scale)
+        else:
+            if cp > 1:
+                key, value = key.index_select(0, plan.key_order), value.index_select(0, plan.key_order)
+            out = _by_document(query, key, value, plan.segments, self.softmax_scale)
+        return out.reshape(tokens, -1)

@@ -78,7 +78,7 @@ def make_model(kind: str, folder: Path) -> None:
 
 
 def words(name: str, folder: Path, rollouts: int) -> list[str]:
-    kind, ranks, layout = LAYOUTS[name]
+    kind, ranks, placement = LAYOUTS[name]
     tokens = 256 if GPU else 8
     return [
         *("--hf-checkpoint", str(folder / kind), "--prompt-data", str(folder / "prompts.jsonl")),
@@ -89,7 +89,7 @@ def words(name: str, folder: Path, rollouts: int) -> list[str]:
         *("--save", str(folder / f"checkpoints-{name}"), "--load", str(folder / f"checkpoints-{name}")),
         *("--colocate", *(["--actor-num-gpus-per-node", str(ranks)] if GPU else [])),
         *(["--sglang-attention-backend", "triton", "--sglang-mem-fraction-static", "0.5"] if GPU else []),
-        *layout,
+        *placement,
     ]
 
 

@@ -37,7 +37,7 @@ def result(groups: list[Prompt], dropped: list[Prompt]) -> RolloutResult:
     return RolloutResult(
         groups=[SampleGroup.start(p, 1) for p in groups],
         metrics={},
-        dropped=[DroppedPrompt(ordinal=p.ordinal, source=p.source, reason="too long") for p in dropped],
+        dropped=[DroppedPrompt(prompt_id=p.prompt_id, source=p.source, reason="too long") for p in dropped],
     )
 
 
@@ -74,13 +74,13 @@ def test_killed_between_checkpoints_every_prompt_is_booked_once(seed: int) -> No
         held = pool[rest:]
         source.settle()
         if draw.random() < 0.3:
-            saved = json.dumps([source.state_dict(), source.ledger_state(), [p.ordinal for p in held]])
+            saved = json.dumps([source.state_dict(), source.ledger_state(), [p.prompt_id for p in held]])
         elif saved is not None and draw.random() < 0.2:  # a crash
             source = BookedSource(Numbers(total))  # type: ignore[arg-type]
-            position, ledger, ordinals = json.loads(saved)
+            position, ledger, prompt_ids = json.loads(saved)
             source.load_state_dict(position)
-            source.load_ledger(ledger, ordinals)
-            held = [p for p in source.ledger.open() if p.ordinal in ordinals]
+            source.load_ledger(ledger, prompt_ids)
+            held = [p for p in source.ledger.open() if p.prompt_id in prompt_ids]
             assert all(p.multimodal == {"image": [b"\x00\xff"]} for p in held)
             saved = None
     source.ledger.check(total)
@@ -105,7 +105,7 @@ def test_the_actor_saves_books_and_loop_together(task: Any, tmp_path: Any, monke
         await again.load_state_dict(state)
         assert again._source.ledger.trained == 1
         assert await again.state_dict() == state
-        assert [p.ordinal for p in again._source.next(1)] == [3]
+        assert [p.prompt_id for p in again._source.next(1)] == [3]
         state["loop"]["buffer"]["waiting"].pop()
         with pytest.raises(ValueError, match=r"disagree about prompts \[2\]"):
             await again.load_state_dict(state)

@@ -25,7 +25,7 @@ class Config:
     debug: DebugSettings
 
 
-class RecordingFleet:
+class RecordingWorkers:
     """Answers like the actors of a run whose prompts last for ``rollouts`` rollouts."""
 
     def __init__(self, *, shares_gpu: bool = False, rollouts: int = 1000, checkpoint: Any = None) -> None:
@@ -61,8 +61,10 @@ class RecordingFleet:
                 action()
 
 
-def group(ordinal: int) -> SampleGroup:
-    found = SampleGroup.start(Prompt(ordinal=ordinal, epoch=0, source=f"a:{ordinal}", text="1+1=", input_ids=[5]), 2)
+def group(prompt_id: int) -> SampleGroup:
+    found = SampleGroup.start(
+        Prompt(prompt_id=prompt_id, epoch=0, source=f"a:{prompt_id}", text="1+1=", input_ids=[5]), 2
+    )
     for sample in found.samples:
         sample.append([7], [-0.5], [0])
         sample.status, sample.response, sample.reward = SampleStatus.COMPLETED, "2", 1.0
@@ -75,7 +77,7 @@ def _no_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(
-    fleet: RecordingFleet, *, stop: StopFlag | None = None, save: dict[str, Any] | None = None, **options: Any
+    workers: RecordingWorkers, *, stop: StopFlag | None = None, save: dict[str, Any] | None = None, **options: Any
 ) -> Outcome:
     debug = {k: options.pop(k) for k in list(options) if "debug" in k}
     config = Config(
@@ -84,7 +86,7 @@ def run(
         DebugSettings(**debug),
     )
     progress = Progress(Console(file=io.StringIO()))
-    return ColocateRun(config, fleet, Trackers([]), progress, stop or StopFlag()).run()  # type: ignore[arg-type]
+    return ColocateRun(config, workers, Trackers([]), progress, stop or StopFlag()).run()  # type: ignore[arg-type]
 
 
 def only(calls: list[str], *methods: str) -> list[str]:
@@ -92,9 +94,9 @@ def only(calls: list[str], *methods: str) -> list[str]:
 
 
 def test_a_step_generates_trains_and_pushes_the_next_version() -> None:
-    fleet = RecordingFleet()
-    outcome = run(fleet, num_rollout=2)
-    assert fleet.calls == [
+    workers = RecordingWorkers()
+    outcome = run(workers, num_rollout=2)
+    assert workers.calls == [
         *("push_weights 0", "weight_versions"),
         *("generate 0 0", "train 0", "push_weights 1", "weight_versions"),
         *("generate 1 1", "train 1", "push_weights 2", "weight_versions"),
@@ -103,9 +105,9 @@ def test_a_step_generates_trains_and_pushes_the_next_version() -> None:
 
 
 def test_engines_and_trainer_take_turns_on_shared_gpus() -> None:
-    fleet = RecordingFleet(shares_gpu=True)
-    run(fleet, num_rollout=1, save={"save": "s"})
-    assert fleet.calls == [
+    workers = RecordingWorkers(shares_gpu=True)
+    run(workers, num_rollout=1, save={"save": "s"})
+    assert workers.calls == [
         *("resume_memory", "push_weights 0", "sleep", "resume_memory", "weight_versions"),
         "generate 0 0",
         *("release_memory", "wake", "train 0"),
@@ -115,60 +117,60 @@ def test_engines_and_trainer_take_turns_on_shared_gpus() -> None:
 
 
 def test_an_engine_that_serves_other_weights_ends_the_run() -> None:
-    fleet = RecordingFleet()
-    fleet.on_call["weight_versions"] = lambda: setattr(fleet, "served", 7)
+    workers = RecordingWorkers()
+    workers.on_call["weight_versions"] = lambda: setattr(workers, "served", 7)
     with pytest.raises(RuntimeError, match=r"version 0 the engines serve \[7\]"):
-        run(fleet, num_rollout=1)
+        run(workers, num_rollout=1)
 
 
 def test_the_checkpoint_of_a_step_holds_the_prompts_after_it() -> None:
     """Neither trained twice nor lost: the state is taken after the rollout of that id, before the next one."""
-    fleet = RecordingFleet()
+    workers = RecordingWorkers()
     states = []
-    fleet.on_call["push_weights 2"] = lambda: states.append(fleet.saved_state)
-    outcome = run(fleet, num_rollout=3, save={"save": "s", "save_interval": 2})
+    workers.on_call["push_weights 2"] = lambda: states.append(workers.saved_state)
+    outcome = run(workers, num_rollout=3, save={"save": "s", "save_interval": 2})
     assert states == [{"rollout": {"cursor": 2}}]
-    assert only(fleet.calls, "save") == ["save 1", "save 2"], "the interval, and the last step"
-    assert fleet.saved_state == {"rollout": {"cursor": 3}}
+    assert only(workers.calls, "save") == ["save 1", "save 2"], "the interval, and the last step"
+    assert workers.saved_state == {"rollout": {"cursor": 3}}
     assert outcome.last_checkpoint == "s"
 
 
 def test_a_last_step_on_the_interval_is_saved_once() -> None:
-    fleet = RecordingFleet()
-    run(fleet, num_rollout=2, save={"save": "s", "save_interval": 1})
-    assert only(fleet.calls, "save") == ["save 0", "save 1"]
+    workers = RecordingWorkers()
+    run(workers, num_rollout=2, save={"save": "s", "save_interval": 1})
+    assert only(workers.calls, "save") == ["save 0", "save 1"]
 
 
 def test_an_export_alone_is_written_too() -> None:
-    fleet = RecordingFleet()
-    run(fleet, num_rollout=3, save={"save_hf": "hf/{rollout_id}", "save_interval": 2})
-    assert only(fleet.calls, "save", "save_hf", "state_dict") == ["save_hf", "save_hf"]
+    workers = RecordingWorkers()
+    run(workers, num_rollout=3, save={"save_hf": "hf/{rollout_id}", "save_interval": 2})
+    assert only(workers.calls, "save", "save_hf", "state_dict") == ["save_hf", "save_hf"]
 
 
 def test_resume_goes_on_after_the_saved_rollout_with_its_version() -> None:
-    fleet = RecordingFleet(checkpoint=(4, {"rollout": {"cursor": 5}}))
-    outcome = run(fleet, num_rollout=6, save={"load": "s", "save": "s"})
-    assert fleet.calls[:5] == ["load", "load_state_dict", "push_weights 5", "weight_versions", "generate 5 5"]
-    assert only(fleet.calls, "save") == ["save 5"]
+    workers = RecordingWorkers(checkpoint=(4, {"rollout": {"cursor": 5}}))
+    outcome = run(workers, num_rollout=6, save={"load": "s", "save": "s"})
+    assert workers.calls[:5] == ["load", "load_state_dict", "push_weights 5", "weight_versions", "generate 5 5"]
+    assert only(workers.calls, "save") == ["save 5"]
     assert (outcome.first_rollout, outcome.next_rollout) == (5, 6)
 
 
 def test_a_finished_run_that_is_resumed_does_nothing() -> None:
-    fleet = RecordingFleet(checkpoint=(4, {"rollout": {"cursor": 5}}))
-    run(fleet, num_rollout=5, save={"load": "s", "save": "s"})
-    assert only(fleet.calls, "generate", "train", "save") == []
+    workers = RecordingWorkers(checkpoint=(4, {"rollout": {"cursor": 5}}))
+    run(workers, num_rollout=5, save={"load": "s", "save": "s"})
+    assert only(workers.calls, "generate", "train", "save") == []
 
 
 def test_an_earlier_start_saves_its_last_step_although_the_loaded_checkpoint_has_that_id() -> None:
-    fleet = RecordingFleet(checkpoint=(1, {"rollout": {"cursor": 2}}))
-    run(fleet, num_rollout=2, save={"load": "s", "save": "t", "start_rollout_id": 0})
-    assert only(fleet.calls, "generate", "save") == ["generate 0 0", "generate 1 1", "save 1"]
+    workers = RecordingWorkers(checkpoint=(1, {"rollout": {"cursor": 2}}))
+    run(workers, num_rollout=2, save={"load": "s", "save": "t", "start_rollout_id": 0})
+    assert only(workers.calls, "generate", "save") == ["generate 0 0", "generate 1 1", "save 1"]
 
 
 def test_the_end_of_the_data_ends_the_run_with_one_evaluation_and_a_checkpoint() -> None:
-    fleet = RecordingFleet(rollouts=2)
-    outcome = run(fleet, num_epoch=1, eval_interval=1, save={"save": "s"})
-    assert only(fleet.calls, "evaluate", "train", "save") == [
+    workers = RecordingWorkers(rollouts=2)
+    outcome = run(workers, num_epoch=1, eval_interval=1, save={"save": "s"})
+    assert only(workers.calls, "evaluate", "train", "save") == [
         *("evaluate 0", "train 0", "evaluate 1", "train 1", "evaluate 2"),
         "save 1",
     ]
@@ -177,31 +179,31 @@ def test_the_end_of_the_data_ends_the_run_with_one_evaluation_and_a_checkpoint()
 
 
 def test_evaluations_before_between_and_after() -> None:
-    fleet = RecordingFleet()
-    run(fleet, num_rollout=5, eval_interval=2, skip_eval_before_train=True)
-    assert only(fleet.calls, "evaluate") == ["evaluate 2", "evaluate 4", "evaluate 5"]
+    workers = RecordingWorkers()
+    run(workers, num_rollout=5, eval_interval=2, skip_eval_before_train=True)
+    assert only(workers.calls, "evaluate") == ["evaluate 2", "evaluate 4", "evaluate 5"]
 
 
 def test_a_stop_finishes_the_step_and_saves_it() -> None:
-    fleet, stop = RecordingFleet(), StopFlag()
-    fleet.on_call["generate 1 1"] = lambda: stop.set(signal.SIGTERM)
-    outcome = run(fleet, num_rollout=9, eval_interval=1, stop=stop, save={"save": "s"})
-    assert only(fleet.calls, "train", "save") == ["train 0", "train 1", "save 1"]
-    assert "evaluate 2" not in fleet.calls
+    workers, stop = RecordingWorkers(), StopFlag()
+    workers.on_call["generate 1 1"] = lambda: stop.set(signal.SIGTERM)
+    outcome = run(workers, num_rollout=9, eval_interval=1, stop=stop, save={"save": "s"})
+    assert only(workers.calls, "train", "save") == ["train 0", "train 1", "save 1"]
+    assert "evaluate 2" not in workers.calls
     assert outcome.stopped_by == signal.SIGTERM
 
 
 def test_rollouts_alone_train_and_push_nothing_and_keep_the_start_weights(tmp_path: Path) -> None:
-    fleet = RecordingFleet()
-    run(fleet, num_rollout=2, debug_rollout_only=True, save_debug_rollout_data=str(tmp_path / "{rollout_id}.jsonl"))
-    assert fleet.calls == ["generate 0 0", "generate 1 0"]
+    workers = RecordingWorkers()
+    run(workers, num_rollout=2, debug_rollout_only=True, save_debug_rollout_data=str(tmp_path / "{rollout_id}.jsonl"))
+    assert workers.calls == ["generate 0 0", "generate 1 0"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0.jsonl", "1.jsonl"]
 
 
 def test_training_alone_asks_no_engine(tmp_path: Path) -> None:
     save_groups([group(0)], tmp_path / "0.jsonl")
-    fleet = RecordingFleet()
+    workers = RecordingWorkers()
     data = str(tmp_path / "{rollout_id}.jsonl")
-    run(fleet, num_rollout=1, debug_train_only=True, load_debug_rollout_data=data, save={"save": "s"})
-    assert fleet.calls == ["train 0", "save 0"]
-    assert fleet.saved_state == {"rollout": None}
+    run(workers, num_rollout=1, debug_train_only=True, load_debug_rollout_data=data, save={"save": "s"})
+    assert workers.calls == ["train 0", "save 0"]
+    assert workers.saved_state == {"rollout": None}

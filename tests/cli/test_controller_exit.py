@@ -12,7 +12,7 @@ from relax_cli.config.resolve import RunConfig, resolve
 from relax_cli.controllers.colocate import Outcome
 from relax_cli.run import launch as controller
 from relax_cli.run.tracking import JsonLinesTracker
-from relax_cli.workers.group import Fleet
+from relax_cli.workers.group import WorkerGroups
 from relax_cli.workers.process import actor_environment
 from relax_cli.workers.trainer import _profiles_log_probs
 
@@ -144,12 +144,12 @@ def test_every_engine_has_a_sampler_seed_of_its_own(config: RunConfig, monkeypat
 
     from relax_cli.cluster.ray_cluster import Slot
 
-    assert config.layout is not None
-    several = dataclasses.replace(config, layout=dataclasses.replace(config.layout, engines=3))
+    assert config.placement is not None
+    several = dataclasses.replace(config, placement=dataclasses.replace(config.placement, engines=3))
     seeds: list[int] = []
     monkeypatch.setattr(
-        Fleet, "_actor", lambda self, cls, bundle, **options: lambda config, **kw: seeds.append(kw["seed"])
+        WorkerGroups, "_actor", lambda self, cls, bundle, **options: lambda config, **kw: seeds.append(kw["seed"])
     )
-    fleet = Fleet(several, stop=StopFlag(), note=print)
-    fleet._create_engines([Slot(i, "node", "127.0.0.1", None) for i in range(3)])
+    workers = WorkerGroups(several, stop=StopFlag(), note=print)
+    workers._create_engines([Slot(i, "node", "127.0.0.1", None) for i in range(3)])
     assert seeds == [42, 43, 44]

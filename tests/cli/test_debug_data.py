@@ -7,8 +7,10 @@ from relax_cli.run.debug_data import load_groups, path_for, save_groups
 from relax_data.types import Prompt, SampleGroup, SampleStatus
 
 
-def group(ordinal: int) -> SampleGroup:
-    prompt = Prompt(ordinal=ordinal, epoch=0, source=f"a.jsonl:{ordinal + 1}", text="1+1=", input_ids=[4, 5], label="2")
+def group(prompt_id: int) -> SampleGroup:
+    prompt = Prompt(
+        prompt_id=prompt_id, epoch=0, source=f"a.jsonl:{prompt_id + 1}", text="1+1=", input_ids=[4, 5], label="2"
+    )
     made = SampleGroup.start(prompt, 2)
     for i, sample in enumerate(made.samples):
         sample.append([7, 1], [-0.5, -0.25], 3, loss_mask=[1, 0])

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 BAD_REWARD = """
 def reward(sample):
-    if sample.prompt.ordinal >= 6:
+    if sample.prompt.prompt_id >= 6:
         raise KeyError("no such answer")
     return 1.0
 """
@@ -45,7 +45,7 @@ def test_an_engine_that_dies_during_generation_ends_the_run_with_its_last_words(
     assert servers
     killed_at = time.monotonic()
     for server in servers:
-        if "guardian" not in " ".join(server.cmdline()):
+        if "supervisor" not in " ".join(server.cmdline()):
             server.kill()
     assert run.finish(120) == 1, run.output
     assert time.monotonic() - killed_at < 60, "nothing hangs"

@@ -19,7 +19,7 @@ def prompts_by_rollout(folder: Path) -> dict[int, list[int]]:
     """Ordinals of the prompts of each saved rollout."""
     found = {}
     for path in folder.glob("rollout_*.jsonl"):
-        found[int(path.stem.removeprefix("rollout_"))] = [g.prompt.ordinal for g in load_groups(path)]
+        found[int(path.stem.removeprefix("rollout_"))] = [g.prompt.prompt_id for g in load_groups(path)]
     return found
 
 
@@ -75,7 +75,7 @@ def test_ten_steps_equal_five_a_kill_and_five(task: Any, relax: Callable[..., An
     one, two = prompts_by_rollout(tmp_path / "straight"), prompts_by_rollout(tmp_path / "parts")
     assert sorted(one) == list(range(STEPS))
     assert one == two, "a resumed run takes the same prompts in the same order"
-    in_order = [ordinal for rollout_id in range(STEPS) for ordinal in one[rollout_id]]
+    in_order = [prompt_id for rollout_id in range(STEPS) for prompt_id in one[rollout_id]]
     assert in_order == list(range(len(in_order))), "every prompt once"
 
     first, last = weights(task.model), weights(tmp_path / "straight" / f"hf_{STEPS - 1}")

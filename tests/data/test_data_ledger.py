@@ -15,8 +15,8 @@ from relax_data.settings import DataSettings
 from relax_data.types import Prompt
 
 
-def prompts(*ordinals):
-    return [Prompt(i, 0, f"f.jsonl:{i + 1}", f"p{i}", [i]) for i in ordinals]
+def prompts(*prompt_ids):
+    return [Prompt(i, 0, f"f.jsonl:{i + 1}", f"p{i}", [i]) for i in prompt_ids]
 
 
 def test_the_life_of_prompts():
@@ -35,8 +35,8 @@ def test_the_life_of_prompts():
         "dropped": 1,
         "dropped/all rewards equal": 1,
     }
-    assert [p.ordinal for p in ledger.open()] == [1, 2]
-    assert [p.ordinal for p in ledger.open(PromptState.PARTIAL)] == [1]
+    assert [p.prompt_id for p in ledger.open()] == [1, 2]
+    assert [p.prompt_id for p in ledger.open(PromptState.PARTIAL)] == [1]
     ledger.take_back([1, 2])
     assert ledger.state_of(1) is PromptState.OUT
     ledger.train([1, 2])
@@ -119,7 +119,7 @@ def test_recover_gives_what_nobody_holds():
     restored = PromptLedger()
     restored.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
     # The buffer of the checkpoint kept the partial one, the buffered one was lost.
-    assert [p.ordinal for p in restored.recover(held=[0])] == [1, 2]
+    assert [p.prompt_id for p in restored.recover(held=[0])] == [1, 2]
     assert restored.state_of(0) is PromptState.PARTIAL
     assert restored.state_of(1) is PromptState.OUT
     with pytest.raises(LedgerError, match="the buffer holds prompt 7"):
@@ -156,7 +156,7 @@ class Run:
             self.model = model
             # Only partial and buffered samples are in the checkpoint; what was out is generated again.
             self.buffer = [i for i in buffer if self.ledger.state_of(i) is not PromptState.OUT]
-            self.again = [p.ordinal for p in self.ledger.recover(held=self.buffer)]
+            self.again = [p.prompt_id for p in self.ledger.recover(held=self.buffer)]
 
     def rollout(self):
         """Takes the buffer first, then lost ones, then new prompts; ends with a batch and leftovers in the buffer."""
@@ -172,7 +172,7 @@ class Run:
                 new = self.source.next(self.BATCH + self.EXTRA)
                 self.step()
                 self.ledger.hand_out(new)
-                running = [p.ordinal for p in new]
+                running = [p.prompt_id for p in new]
                 if not new:
                     break
             done = running.pop(self.rng.randrange(len(running)))

@@ -31,7 +31,7 @@ def test_a_row_becomes_a_prompt(kind, write_jsonl, write_parquet, tokenizer):
     source = open_prompts(settings(path, label_key="answer"), tokenizer)
     assert len(source) == 3
     first, second = source.next(2)
-    assert (first.ordinal, first.epoch, second.ordinal) == (0, 0, 1)
+    assert (first.prompt_id, first.epoch, second.prompt_id) == (0, 0, 1)
     assert first.text == "question 0"
     assert first.input_ids == [1] + [ord(c) for c in "question 0"]
     assert first.label == 0

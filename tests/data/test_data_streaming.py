@@ -302,7 +302,7 @@ class TestPromptSource:
         assert [p.label for p in first] == list(range(1000))
         rest = source.next(10_000)
         assert len(rest) == 2 * TOTAL - 1000
-        assert [p.ordinal for p in rest] == list(range(1000, 2 * TOTAL))
+        assert [p.prompt_id for p in rest] == list(range(1000, 2 * TOTAL))
         assert [p.epoch for p in rest] == [0] * (TOTAL - 1000) + [1] * TOTAL
         assert source.next(1) == []
 
@@ -347,7 +347,7 @@ class TestPromptSource:
         with pytest.raises(DataError, match=r"prompts.jsonl:3: not valid JSON.*--skip-bad-rows"):
             source.next(5)
         assert source.state_dict() == before
-        assert [p.ordinal for p in source.next(2)] == [0, 1]
+        assert [p.prompt_id for p in source.next(2)] == [0, 1]
         with pytest.raises(DataError, match=r"prompts.jsonl:1: key 'prompt' is missing .*--input-key"):
             self.source([path], tokenizer, input_key="prompt")
         with pytest.raises(TypeError, match="only after an epoch"):

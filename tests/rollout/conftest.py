@@ -129,7 +129,7 @@ class ListSource:
         positions = range(self.position, stop)
         self.position = stop
         size = len(self._rows)
-        return [dataclasses.replace(self._rows[i % size], ordinal=i, epoch=i // size) for i in positions]
+        return [dataclasses.replace(self._rows[i % size], prompt_id=i, epoch=i // size) for i in positions]
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -168,7 +168,7 @@ def make_source(tokenizer: Any) -> Callable[..., ListSource]:
     def make(n: int = 8, num_epoch: int | None = None) -> ListSource:
         rows = [
             Prompt(
-                ordinal=0,
+                prompt_id=0,
                 epoch=0,
                 source=f"data.jsonl:{i + 1}",
                 text=f"{i}+1=",

@@ -19,7 +19,7 @@ Hooks = Callable[[str, str], str]
 
 
 def sample(response: str, label: Any = "42", index: int = 0) -> Sample:
-    prompt = Prompt(ordinal=3, epoch=0, source="data.jsonl:4", text="6*7=", input_ids=[5, 6], label=label)
+    prompt = Prompt(prompt_id=3, epoch=0, source="data.jsonl:4", text="6*7=", input_ids=[5, 6], label=label)
     return Sample(prompt, index, SampleStatus.COMPLETED, response=response)
 
 

@@ -38,13 +38,13 @@ async def test_engine_that_dies_is_named_and_the_prompts_are_kept(
     assert not healthy.running
     loop.engines = [healthy]
     result = await loop.generate(0, 0)
-    assert [g.prompt.ordinal for g in result.groups] == [0, 1, 2, 3]
+    assert [g.prompt.prompt_id for g in result.groups] == [0, 1, 2, 3]
 
 
 async def test_reward_that_raises_stops_the_rollout(
     make_engine: Make, make_source: Make, hooks: Hooks, tokenizer: Any
 ) -> None:
-    path = hooks("third", "def f(s):\n    return {}['x'] if s.prompt.ordinal == 2 else 1.0\n")
+    path = hooks("third", "def f(s):\n    return {}['x'] if s.prompt.prompt_id == 2 else 1.0\n")
     engine = make_engine()
     reward = build_reward(RewardSettings(custom_rm_path=f"{path}:f"))
     loop = RolloutLoop(SETTINGS, engines=[engine], source=make_source(), reward=reward, tokenizer=tokenizer)
@@ -68,7 +68,7 @@ async def test_cancelled_rollout_leaves_nothing_running_and_loses_nothing(
         await task
     assert others() == set()
     assert not engine.running
-    assert [g.prompt.ordinal for g in (await loop.generate(0, 0)).groups] == [0, 1, 2, 3]
+    assert [g.prompt.prompt_id for g in (await loop.generate(0, 0)).groups] == [0, 1, 2, 3]
 
 
 async def test_engine_paused_by_someone_else_is_no_error(
@@ -107,7 +107,7 @@ async def test_a_source_that_raises_loses_no_buffered_prompt(
     with pytest.raises(ValueError, match=r"data.jsonl:5: no JSON"):
         await loop.generate(0, 0)
     source.next = real
-    assert [g.prompt.ordinal for g in (await loop.generate(0, 0)).groups] == [0, 1, 2, 3, 4, 5]
+    assert [g.prompt.prompt_id for g in (await loop.generate(0, 0)).groups] == [0, 1, 2, 3, 4, 5]
 
 
 class AbortingEngine:
@@ -177,6 +177,6 @@ async def test_an_abort_that_misses_its_request_is_repeated(
     )
     loop = RolloutLoop(settings, engines=[engine], source=make_source(), reward=length_reward, tokenizer=tokenizer)
     result = await loop.generate(0, 0)
-    assert [g.prompt.ordinal for g in result.groups] == [0]
+    assert [g.prompt.prompt_id for g in result.groups] == [0]
     assert len(calls) == 4
     assert others() == set()

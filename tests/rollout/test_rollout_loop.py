@@ -16,7 +16,7 @@ Make = Callable[..., Any]
 Hooks = Callable[[str, str], str]
 
 
-def ordinal(request: GenerateRequest) -> int:
+def prompt_id(request: GenerateRequest) -> int:
     """Of the prompt that a request belongs to."""
     return int(request.rid.split("-p")[1].split("-")[0])
 
@@ -39,15 +39,15 @@ def make_loop(make_engine: Make, make_source: Make, length_reward: Any, tokenize
     return make
 
 
-def ordinals(groups: list[SampleGroup]) -> list[int]:
-    return [g.prompt.ordinal for g in groups]
+def prompt_ids(groups: list[SampleGroup]) -> list[int]:
+    return [g.prompt.prompt_id for g in groups]
 
 
 async def test_every_prompt_once_in_order_with_true_log_probs(make_loop: Make, tiny: Any, tokenizer: Any) -> None:
     loop = make_loop()
     first, second = await loop.generate(0, 0), await loop.generate(1, 0)
-    assert ordinals(first.groups) == [0, 1, 2, 3]
-    assert ordinals(second.groups) == [4, 5, 6, 7]
+    assert prompt_ids(first.groups) == [0, 1, 2, 3]
+    assert prompt_ids(second.groups) == [4, 5, 6, 7]
     for sample in (s for g in first.groups for s in g.samples):
         prompt = sample.prompt.input_ids
         with torch.no_grad():
@@ -70,10 +70,10 @@ async def test_greedy_rollouts_are_equal(make_loop: Make, make_engine: Make) -> 
 
 async def test_over_sampling_takes_the_first_finished_and_loses_nothing(make_loop: Make, make_engine: Make) -> None:
     # Prompts 0 and 2 are slow; 1 finishes with 3, 4 and 5 in the same turn, one group more than is wanted.
-    engine = make_engine(delay=lambda r, i: 10**9 if ordinal(r) in (0, 2) and r.rid.startswith("r0") else 0)
+    engine = make_engine(delay=lambda r, i: 10**9 if prompt_id(r) in (0, 2) and r.rid.startswith("r0") else 0)
     loop = make_loop(engine, settings={"rollout_batch_size": 3, "over_sampling_batch_size": 6})
     first = await loop.generate(0, 0)
-    assert ordinals(first.groups) == [1, 3, 4]
+    assert prompt_ids(first.groups) == [1, 3, 4]
     assert not engine.running
     assert first.metrics["rollout/buffered_groups"] == 3
 
@@ -81,15 +81,15 @@ async def test_over_sampling_takes_the_first_finished_and_loses_nothing(make_loo
     asked = len(engine.requests)
     second = await loop.generate(1, 1)
     # The whole surplus group is used as it is; the interrupted ones come before any new prompt.
-    assert 5 in ordinals(second.groups)
-    assert [ordinal(r) for r in engine.requests[asked : asked + 4]] == [0, 0, 2, 2]
-    surplus = next(g for g in second.groups if g.prompt.ordinal == 5)
+    assert 5 in prompt_ids(second.groups)
+    assert [prompt_id(r) for r in engine.requests[asked : asked + 4]] == [0, 0, 2, 2]
+    surplus = next(g for g in second.groups if g.prompt.prompt_id == 5)
     assert {v for s in surplus.samples for v in s.versions} == {0}
     assert second.metrics["rollout/staleness_max"] == 1.0
 
-    seen = ordinals(first.groups) + ordinals(second.groups)
+    seen = prompt_ids(first.groups) + prompt_ids(second.groups)
     for k in range(2, 5):
-        seen += ordinals((await loop.generate(k, 1)).groups)
+        seen += prompt_ids((await loop.generate(k, 1)).groups)
     assert sorted(seen) == sorted(set(seen))
     assert set(range(8)) <= set(seen)
 
@@ -102,15 +102,15 @@ async def test_interrupted_samples_restart_from_the_clean_prompt(make_loop: Make
         settings={"rollout_batch_size": 1, "over_sampling_batch_size": 2, "rollout_max_response_len": 6},
     )
     first = await loop.generate(0, 0)
-    assert ordinals(first.groups) == [0]
+    assert prompt_ids(first.groups) == [0]
     state = loop.state_dict()["buffer"]["waiting"][0]
-    assert state["prompt"]["ordinal"] == 1
+    assert state["prompt"]["prompt_id"] == 1
     assert state["samples"][0]["status"] in ("completed", "truncated")
     assert state["samples"][1] == {"index": 1, "aborted_count": 1, "status": "pending"}
     assert first.metrics["rollout/restarted_samples"] == 1
     engine.version = 1
     second = await loop.generate(1, 1)
-    assert ordinals(second.groups) == [1]
+    assert prompt_ids(second.groups) == [1]
     whole, restarted = second.groups[0].samples
     assert set(whole.versions) == {0}
     assert set(restarted.versions) == {1}
@@ -130,29 +130,29 @@ async def test_surplus_that_is_too_old_restarts(
     assert len(loop.state_dict()["buffer"]["ready"]) == 1
     engine.version = 5
     result = await loop.generate(1, 5)
-    assert ordinals(result.groups) == [1]
+    assert prompt_ids(result.groups) == [1]
     assert {v for s in result.groups[0].samples for v in s.versions} == versions
 
 
 async def test_filter_drops_are_counted_and_replaced(make_loop: Make) -> None:
     def even(group: SampleGroup) -> tuple[bool, str]:
-        return group.prompt.ordinal % 2 == 0, "odd"
+        return group.prompt.prompt_id % 2 == 0, "odd"
 
     result = await make_loop(filter=even).generate(0, 0)
-    assert ordinals(result.groups) == [0, 2, 4, 6]
-    assert [(d.ordinal, d.reason) for d in result.dropped] == [(1, "odd"), (3, "odd"), (5, "odd")]
+    assert prompt_ids(result.groups) == [0, 2, 4, 6]
+    assert [(d.prompt_id, d.reason) for d in result.dropped] == [(1, "odd"), (3, "odd"), (5, "odd")]
     assert result.dropped[0].source == "data.jsonl:2"
     assert result.metrics["rollout/dropped/odd"] == 3
 
 
 async def test_shipped_filter_drops_groups_of_equal_rewards(make_loop: Make, hooks: Hooks) -> None:
-    path = hooks("parity", "def f(s):\n    return 1.0 if s.prompt.ordinal % 2 else float(s.index)\n")
+    path = hooks("parity", "def f(s):\n    return 1.0 if s.prompt.prompt_id % 2 else float(s.index)\n")
     loop = make_loop(
         reward=build_reward(RewardSettings(custom_rm_path=f"{path}:f")),
         settings={"dynamic_sampling_filter_path": "relax_rollout.filters:reward_nonzero_std"},
     )
     result = await loop.generate(0, 0)
-    assert ordinals(result.groups) == [0, 2, 4, 6]
+    assert prompt_ids(result.groups) == [0, 2, 4, 6]
     assert {d.reason for d in result.dropped} == {"equal_rewards_1.0"}
 
 
@@ -191,10 +191,10 @@ async def test_least_loaded_engine_and_concurrency_cap(make_loop: Make, make_eng
 
 async def test_the_end_of_the_last_epoch(make_loop: Make, make_source: Make) -> None:
     loop = make_loop(source=make_source(3, num_epoch=2))
-    assert ordinals((await loop.generate(0, 0)).groups) == [0, 1, 2, 3]
+    assert prompt_ids((await loop.generate(0, 0)).groups) == [0, 1, 2, 3]
     assert not loop.exhausted
     last = await loop.generate(1, 0)
-    assert ordinals(last.groups) == [4, 5]
+    assert prompt_ids(last.groups) == [4, 5]
     assert [g.prompt.epoch for g in last.groups] == [1, 1]
     assert loop.exhausted
     assert (await loop.generate(2, 0)).groups == []
@@ -276,10 +276,10 @@ async def test_custom_rollout_function(make_loop: Make, hooks: Hooks) -> None:
         "    return []\n",
     )
     loop = make_loop(settings={"rollout_function_path": f"{path}:last_first"})
-    assert ordinals((await loop.generate(0, 0)).groups) == [2, 3]
+    assert prompt_ids((await loop.generate(0, 0)).groups) == [2, 3]
     # What it took and did not return comes first next time.
-    assert ordinals((await loop.generate(1, 0)).groups) == [4, 5]
-    assert [g["prompt"]["ordinal"] for g in loop.state_dict()["buffer"]["waiting"]] == [0, 1]
+    assert prompt_ids((await loop.generate(1, 0)).groups) == [4, 5]
+    assert [g["prompt"]["prompt_id"] for g in loop.state_dict()["buffer"]["waiting"]] == [0, 1]
     for name, message in [
         ("unfinished", "returned an unfinished group for data.jsonl:1"),
         ("leaves", "raised SystemExit: 3"),
@@ -319,5 +319,5 @@ async def test_one_loop_in_several_event_loops(make_loop: Make) -> None:
     seen = []
     for k in range(2):
         result = await asyncio.to_thread(lambda k=k: asyncio.run(loop.generate(k, 0)))
-        seen += ordinals(result.groups)
+        seen += prompt_ids(result.groups)
     assert seen == list(range(8))

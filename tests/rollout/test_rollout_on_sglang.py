@@ -35,11 +35,11 @@ async def test_over_sampling_on_sglang(sglang_server: Any, make_source: Any, tin
         await engine.flush_cache()
     finally:
         await engine.close()
-    ordinals = [g.prompt.ordinal for g in groups]
-    assert len(ordinals) == len(set(ordinals)) == 12
+    prompt_ids = [g.prompt.prompt_id for g in groups]
+    assert len(prompt_ids) == len(set(prompt_ids)) == 12
     buffered = loop.state_dict()["buffer"]
-    kept = [g["prompt"]["ordinal"] for g in buffered["ready"] + buffered["waiting"]]
-    assert sorted(ordinals + kept) == list(range(len(ordinals) + len(kept)))
+    kept = [g["prompt"]["prompt_id"] for g in buffered["ready"] + buffered["waiting"]]
+    assert sorted(prompt_ids + kept) == list(range(len(prompt_ids) + len(kept)))
     for sample in (s for g in groups for s in g.samples):
         prompt = sample.prompt.input_ids
         with torch.no_grad():

@@ -38,7 +38,7 @@ async def run_with_kills(
     the event loop the next one is killed (None: not at all), after which a new loop goes on from the stored state.
 
     Returns:
-        Ordinals in the order returned, reason by ordinal of the dropped ones, number of kills that hit a rollout.
+        Ordinals in the order returned, reason by prompt_id of the dropped ones, number of kills that hit a rollout.
     """
     returned: list[int] = []
     dropped: dict[int, str] = {}
@@ -60,12 +60,12 @@ async def run_with_kills(
             await asyncio.gather(task, return_exceptions=True)
             loop = make_loop(version)
             loop.load_state_dict(state)
-            dropped |= {d["ordinal"]: d["reason"] for d in state["dropped"]}
+            dropped |= {d["prompt_id"]: d["reason"] for d in state["dropped"]}
             continue
         result = await task
-        returned += [g.prompt.ordinal for g in result.groups]
-        assert not {d.ordinal for d in result.dropped} & set(returned)
-        dropped |= {d.ordinal: d.reason for d in result.dropped}
+        returned += [g.prompt.prompt_id for g in result.groups]
+        assert not {d.prompt_id for d in result.dropped} & set(returned)
+        dropped |= {d.prompt_id: d.reason for d in result.dropped}
         version += 1
     return returned, dropped, hits
 
@@ -103,7 +103,7 @@ def test_each_prompt_once_or_dropped(
     turns = random.Random(seed)
 
     def keep(group: SampleGroup) -> tuple[bool, str]:
-        return group.prompt.ordinal not in rejected, "unlucky"
+        return group.prompt.prompt_id not in rejected, "unlucky"
 
     def make_loop(version: int) -> RolloutLoop:
         return RolloutLoop(

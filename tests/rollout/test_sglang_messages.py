@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from relax_rollout.engines.base import GenerateRequest, SamplingParams
 from relax_rollout.engines.sglang.messages import ResponseBuilder, generate_body, read_answer
-from relax_rollout.engines.sglang.weight_status import Weights, WeightsIncomplete
+from relax_rollout.engines.sglang.weight_status import WeightsIncomplete, WeightStatus
 
 
 def chunk(tokens: list[int], total: int, version: str = "3", finish: str | None = None, **meta: Any) -> dict[str, Any]:
@@ -107,14 +107,14 @@ def test_a_refusal_is_a_value_error_and_a_breakdown_is_not() -> None:
         read_answer(503, b"busy", "engine0")
 
 
-@pytest.mark.parametrize("weights", [Weights("whole", 7), Weights("pushing", 8), Weights("broken", 8)])
-def test_weights_survive_the_text_that_the_server_keeps(weights: Weights) -> None:
-    assert Weights.parse(str(weights)) == weights
+@pytest.mark.parametrize("weights", [WeightStatus("whole", 7), WeightStatus("pushing", 8), WeightStatus("broken", 8)])
+def test_weights_survive_the_text_that_the_server_keeps(weights: WeightStatus) -> None:
+    assert WeightStatus.parse(str(weights)) == weights
 
 
 def test_only_whole_weights_have_a_version() -> None:
-    assert Weights.parse("default").require_whole("engine0") == 0
+    assert WeightStatus.parse("default").require_whole("engine0") == 0
     with pytest.raises(WeightsIncomplete, match="push of version 8 failed midway"):
-        Weights.parse("broken:8").require_whole("engine0")
+        WeightStatus.parse("broken:8").require_whole("engine0")
     with pytest.raises(ValueError, match="no version of ours"):
-        Weights.parse("v1.0")
+        WeightStatus.parse("v1.0")

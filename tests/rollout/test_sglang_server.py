@@ -156,7 +156,7 @@ server = SGLangServer(SGLangSettings(), model_path=sys.argv[1], name="engine0", 
                       dtype="float32")
 server.start(deadline_s=400)
 with open(sys.argv[3] + ".part", "w") as f:
-    json.dump({"url": server.url, "pid": server.pid, "guardian": server._process.pid}, f)
+    json.dump({"url": server.url, "pid": server.pid, "supervisor": server._process.pid}, f)
 import os
 os.rename(sys.argv[3] + ".part", sys.argv[3])
 time.sleep(600)
@@ -171,8 +171,8 @@ async def test_kill_9_of_the_owner_during_generation(tiny_model: Path, tmp_path:
     try:
         until(note.exists, "the server", 400)
         facts = json.loads(note.read_text())
-        guardian = psutil.Process(facts["guardian"])
-        tree = [guardian, *guardian.children(recursive=True)]
+        supervisor = psutil.Process(facts["supervisor"])
+        tree = [supervisor, *supervisor.children(recursive=True)]
         names = {p.cmdline()[0] for p in tree if p.cmdline()}
         assert {"sglang::scheduler", "sglang::detokenizer"} <= names
         files = shared_memory([p.pid for p in tree])
@@ -216,7 +216,7 @@ async def test_kill_9_of_the_server_during_generation(tiny_model: Path, tmp_path
         with pytest.raises(EngineDied, match=r"(?s)engine0 .* is gone\. Last lines of"):
             await asyncio.wait_for(task, 60)
         await engine.close()
-        until(lambda: one.poll() is not None, "the guardian to notice", 30)
+        until(lambda: one.poll() is not None, "the supervisor to notice", 30)
         assert one.poll() == 137
         assert not any(map(running, tree))
         assert not one.alive()

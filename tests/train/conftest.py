@@ -23,12 +23,12 @@ def _rank_main(rank: int, function: Callable[..., Any], args: tuple[Any, ...], w
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
-    from relax_train.backend.parallel import teardown_layout
+    from relax_train.backend.parallel import teardown_parallel
 
     try:
         result = function(*args)
     finally:
-        teardown_layout()
+        teardown_parallel()
     torch.save(result, f"{out}/rank{rank}.pt")
 
 
@@ -215,7 +215,7 @@ class Harness:
 
     def __init__(self, folder: Path, parallel: dict[str, Any], **optimizer: Any) -> None:
         from relax_train.backend.optimizer import build_optimizer
-        from relax_train.backend.parallel import setup_layout
+        from relax_train.backend.parallel import setup_parallel
         from relax_train.models.build import build_model
         from relax_train.models.hf_mapping import load_hf_weights
 
@@ -226,8 +226,8 @@ class Harness:
                 **{"lr": LR, "weight_decay": 0.0, "adam_beta2": 0.95, "adam_eps": EPS, **optimizer}
             ),
         )
-        self.layout = setup_layout(self.settings.parallel)
-        self.model = build_model(self.settings, self.layout)
+        self.parallel = setup_parallel(self.settings.parallel)
+        self.model = build_model(self.settings, self.parallel)
         load_hf_weights(self.model)
         self.optimizer = build_optimizer(self.settings, self.model)
 
@@ -235,8 +235,8 @@ class Harness:
         from relax_train.backend.mcore import PackedSeqParams
         from relax_train.models.attention import zigzag_positions
 
-        device = self.layout.device
-        index = zigzag_positions(row.borders, self.layout.cp_size, self.layout.cp_rank)
+        device = self.parallel.device
+        index = zigzag_positions(row.borders, self.parallel.cp_size, self.parallel.cp_rank)
         held = {k: getattr(row, k)[index][None].to(device) for k in ("tokens", "labels", "mask")}
         cu = torch.tensor(row.borders, dtype=torch.int32, device=device)
         longest = int(cu.diff().max())
@@ -262,7 +262,7 @@ class Harness:
         from relax_train.backend.device import DeviceContext
         from relax_train.backend.mcore import get_forward_backward_func
 
-        layout = self.layout
+        parallel = self.parallel
 
         def forward_step(iterator: Iterator[Row], chunk: Any) -> Any:
             held, packed = self._inputs(next(iterator))
@@ -277,7 +277,7 @@ class Harness:
 
         with DeviceContext():
             self.optimizer.zero_grad()
-            mine = rows[layout.dp_rank :: layout.dp_size]
+            mine = rows[parallel.dp_rank :: parallel.dp_size]
             reports = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(mine),
@@ -287,11 +287,11 @@ class Harness:
                 micro_batch_size=1,
                 forward_only=False,
             )
-            sums = torch.zeros(2, device=layout.device)
-            if layout.is_last_stage:
+            sums = torch.zeros(2, device=parallel.device)
+            if parallel.is_last_stage:
                 sums = sum((r["sums"] for r in reports), sums)
-                dist.all_reduce(sums, group=layout.dp_cp_group)
-            dist.broadcast(sums, dist.get_global_rank(layout.pp_group, layout.pp_size - 1), group=layout.pp_group)
+                dist.all_reduce(sums, group=parallel.dp_cp_group)
+            dist.broadcast(sums, dist.get_global_rank(parallel.pp_group, parallel.pp_size - 1), group=parallel.pp_group)
         result = self.optimizer.step()
         return (sums[0] / sums[1]).item(), result.grad_norm
 

@@ -103,7 +103,7 @@ def parity(base: Path) -> None:
         held = exact and loss < 2e-5 and norm < 2e-4 and weight < 5e-5
         detail = f"exported exactly {exact}, loss {loss:.1e}, grad norm {norm:.1e}, weights {weight:.1e}"
         check(
-            f"parity {kind} {parallel or 'one layout' if dist.get_world_size() == 1 else parallel or 'dp2'}",
+            f"parity {kind} {parallel or 'one parallel' if dist.get_world_size() == 1 else parallel or 'dp2'}",
             held,
             detail,
         )
@@ -181,7 +181,7 @@ class Big:
     def __init__(self, folder: Path, parallel: dict[str, Any]) -> None:
         from relax_train import settings as s
         from relax_train.backend.optimizer import build_optimizer
-        from relax_train.backend.parallel import setup_layout
+        from relax_train.backend.parallel import setup_parallel
         from relax_train.models.build import build_model
         from relax_train.models.hf_mapping import load_hf_weights
 
@@ -190,8 +190,8 @@ class Big:
             parallel=s.ParallelSettings(**parallel),
             optimizer=s.OptimizerSettings(lr=1e-5),
         )
-        self.layout = setup_layout(self.settings.parallel)
-        self.model = build_model(self.settings, self.layout)
+        self.parallel = setup_parallel(self.settings.parallel)
+        self.model = build_model(self.settings, self.parallel)
         self.load_seconds, _ = timed(load_hf_weights, self.model)
         self.optimizer = build_optimizer(self.settings, self.model)
 

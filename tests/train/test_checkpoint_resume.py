@@ -190,7 +190,7 @@ def _full_disk(harness: Any, reference: Any, folder: Path, limits: list[int], fa
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     errors = []
     for limit in limits:
-        if run.layout.rank == failing_rank:
+        if run.parallel.rank == failing_rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
         try:
             save_checkpoint(folder, 1, run.model, run.optimizer, keep=1)
@@ -306,7 +306,7 @@ def _damaged(harness: Any, reference: Any, folder: Path, damages: dict[str, Any]
         save_checkpoint(folder / "whole", rollout_id, run.model, run.optimizer)
     messages = {}
     for name, (file, damage, _) in damages.items():
-        if run.layout.rank == 0:
+        if run.parallel.rank == 0:
             shutil.copytree(folder / "whole", folder / name)
             damage(folder / name / file)
         dist.barrier()

@@ -94,13 +94,13 @@ def test_ranks_are_evener_in_flops_than_by_tokens_and_the_cap_holds(
 
 def _experts_span(parallel: dict[str, Any]) -> tuple[bool, bool]:
     import torch.distributed as dist
-    from relax_train.backend.parallel import setup_layout
+    from relax_train.backend.parallel import setup_parallel
 
-    layout = setup_layout(ParallelSettings(**parallel))
-    places: list[Any] = [None] * layout.world_size
-    dist.all_gather_object(places, layout.dp_rank)
-    met = {*dist.get_process_group_ranks(layout.ep_group), *dist.get_process_group_ranks(layout.etp_group)}
-    return layout.experts_span_data_parallel, len({places[rank] for rank in met}) > 1
+    parallel = setup_parallel(ParallelSettings(**parallel))
+    places: list[Any] = [None] * parallel.world_size
+    dist.all_gather_object(places, parallel.dp_rank)
+    met = {*dist.get_process_group_ranks(parallel.ep_group), *dist.get_process_group_ranks(parallel.etp_group)}
+    return parallel.experts_span_data_parallel, len({places[rank] for rank in met}) > 1
 
 
 @pytest.mark.parametrize(

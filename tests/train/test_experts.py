@@ -61,21 +61,21 @@ def test_grouped_products_equal_the_experts_one_by_one(counts: list[int]) -> Non
 def _grouped_layers(folder: Any) -> tuple[int, int, list[float]]:
     from relax_train import settings as s
     from relax_train.backend.mcore import SequentialMLP
-    from relax_train.backend.parallel import setup_layout
+    from relax_train.backend.parallel import setup_parallel
     from relax_train.models.build import build_model
     from relax_train.models.hf_mapping import load_hf_weights
-    from relax_train.step import Passes
+    from relax_train.step import ForwardBackward
 
     settings = s.TrainSettings(model=s.ModelSettings(hf_checkpoint=str(folder), bf16=True))
-    model = build_model(settings, setup_layout(settings.parallel))
+    model = build_model(settings, setup_parallel(settings.parallel))
     load_hf_weights(model)
     layers = [m for m in model.gpt[0].modules() if isinstance(m, SequentialMLP)]
     grouped = sum("forward" in vars(m) for m in layers)
     batch = _batch()
-    fast = Passes(model, settings).log_probs(batch)
+    fast = ForwardBackward(model, settings).log_probs(batch)
     for layer in layers:
         del layer.forward
-    slow = Passes(model, settings).log_probs(batch)
+    slow = ForwardBackward(model, settings).log_probs(batch)
     return len(layers), grouped, [float(abs(a - b).max()) for a, b in zip(fast, slow, strict=True)]
 
 

@@ -14,7 +14,7 @@ from relax_train.settings import ParallelSettings
 def _listening(master: str) -> tuple[list[str], int]:
     import torch
     import torch.distributed as dist
-    from relax_train.backend.parallel import setup_layout
+    from relax_train.backend.parallel import setup_parallel
 
     def listening() -> set[tuple[str, int]]:
         sockets = psutil.Process().net_connections("inet")
@@ -23,9 +23,9 @@ def _listening(master: str) -> tuple[list[str], int]:
     os.environ["MASTER_ADDR"] = master
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     inherited = listening()  # a rank is forked, and the tests' process may have sockets of its own
-    layout = setup_layout(ParallelSettings())
+    parallel = setup_parallel(ParallelSettings())
     total = torch.ones(1)
-    dist.all_reduce(total, group=layout.gloo_group)
+    dist.all_reduce(total, group=parallel.gloo_group)
     addresses = sorted({ip for ip, _ in listening() - inherited})
     dist.barrier()
     return addresses, int(total)

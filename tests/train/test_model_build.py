@@ -31,7 +31,7 @@ def _padded_logits(harness: Any, reference: Any) -> tuple[int, torch.Tensor]:
     logits = run.logits(reference.rows[0][0])
     assert run.model.padded_vocab_size == 98
     assert run.model.vocab_size == 97
-    return run.layout.tp_rank, logits == PADDING_LOGIT
+    return run.parallel.tp_rank, logits == PADDING_LOGIT
 
 
 def test_padding_of_the_vocabulary_has_no_probability(run_ranks: Any, harness: Any, reference: Any) -> None:

@@ -147,7 +147,7 @@ def _export_to_full_disk(harness: Any, reference: Any, out: Path) -> str:
     save_hf(run.model, out)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if run.layout.rank == 0:
+    if run.parallel.rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, unlimited[1]))
     message = ""
     try:

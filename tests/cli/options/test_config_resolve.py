@@ -230,28 +230,28 @@ def test_given_holds_pass_through_names(workspace: Path, start: list[str]) -> No
 def test_gpus_of_this_machine(workspace: Path, start: list[str], gpus: Callable[[int], None]) -> None:
     gpus(4)
     config = resolve(start, EMPTY)
-    assert config.layout is not None
-    assert (config.layout.device, config.layout.train_ranks, config.layout.engines) == ("cuda", 4, 4)
+    assert config.placement is not None
+    assert (config.placement.device, config.placement.train_ranks, config.placement.engines) == ("cuda", 4, 4)
     hidden = resolve(start, {"CUDA_VISIBLE_DEVICES": ""})
-    assert hidden.layout is not None
-    assert hidden.layout.device == "cpu"
+    assert hidden.placement is not None
+    assert hidden.placement.device == "cpu"
     two = resolve(start, {"CUDA_VISIBLE_DEVICES": "1,3"})
-    assert two.layout is not None
-    assert two.layout.train_ranks == 2
+    assert two.placement is not None
+    assert two.placement.train_ranks == 2
 
 
 def test_cpu_ranks_follow_from_the_parallel_sizes(workspace: Path, start: list[str]) -> None:
     config = resolve([*start, "--tensor-model-parallel-size", "2", "--context-parallel-size", "2"], EMPTY)
-    assert config.layout is not None
-    assert (config.layout.device, config.layout.train_ranks, config.layout.dp) == ("cpu", 4, 1)
+    assert config.placement is not None
+    assert (config.placement.device, config.placement.train_ranks, config.placement.dp) == ("cpu", 4, 1)
 
 
 def test_a_joined_cluster_is_fitted_when_it_is_known(workspace: Path, start: list[str]) -> None:
     config = resolve([*start, "--ray-address", "auto", "--tensor-model-parallel-size", "2"], EMPTY)
-    assert config.layout is None
+    assert config.placement is None
     fitted = fit(config, 8)
-    assert fitted.layout is not None
-    assert (fitted.layout.train_ranks, fitted.layout.dp, fitted.layout.engines) == (8, 4, 8)
+    assert fitted.placement is not None
+    assert (fitted.placement.train_ranks, fitted.placement.dp, fitted.placement.engines) == (8, 4, 8)
     with pytest.raises(ConfigError, match="no multiple of TP x PP x CP"):
         fit(config, 3)
     asked = resolve([*start, "--ray-address", "auto", "--actor-num-gpus-per-node", "8"], EMPTY)

@@ -85,7 +85,7 @@ def words_of(name: str, value: Any) -> list[str]:
 
 def comparable(config: RunConfig) -> tuple[Any, ...]:
     parts = [p for p in config.parts() if type(p).__name__ not in ("RunSettings",)]
-    return (*parts, config.given - {"config", "print_config"}, config.layout, config.notes, config.warnings)
+    return (*parts, config.given - {"config", "print_config"}, config.placement, config.notes, config.warnings)
 
 
 @given(st.fixed_dictionaries({}, optional=FREE))

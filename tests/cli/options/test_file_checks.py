@@ -11,7 +11,7 @@ from relax_cli.config.resolve import ConfigError, resolve
 from relax_train.checkpoint import manifest
 from relax_train.checkpoint.folders import set_latest
 
-Weights = Callable[[dict[str, list[int]]], bytes]
+WeightStatus = Callable[[dict[str, list[int]]], bytes]
 
 
 def problems(*words: str) -> list[str]:
@@ -47,7 +47,9 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 @pytest.mark.parametrize("option", ["--hf-checkpoint", "--ref-load"])
-def test_damaged_weights_are_named(workspace: Path, start: list[str], weights: Weights, name: str, option: str) -> None:
+def test_damaged_weights_are_named(
+    workspace: Path, start: list[str], weights: WeightStatus, name: str, option: str
+) -> None:
     damage, expected = DAMAGES[name]
     (workspace / "other").mkdir()
     (workspace / "other" / "config.json").write_text((workspace / "small" / "config.json").read_text())
@@ -70,7 +72,9 @@ def test_a_shard_that_the_index_names_and_is_not_there(workspace: Path, start: l
     assert f"{workspace / 'small' / 'model-2.safetensors'} is missing" in problem
 
 
-def test_a_file_that_the_index_does_not_name_is_left_alone(workspace: Path, start: list[str], weights: Weights) -> None:
+def test_a_file_that_the_index_does_not_name_is_left_alone(
+    workspace: Path, start: list[str], weights: WeightStatus
+) -> None:
     small = workspace / "small"
     (small / "model.safetensors").rename(small / "model-00001-of-00001.safetensors")
     (small / "model-00001-of-00001.safetensors").write_bytes(weights(SMALL_SHAPES))
@@ -98,7 +102,7 @@ def test_an_index_that_cannot_be_read_is_named(workspace: Path, start: list[str]
     ],
 )
 def test_weights_of_another_model_than_the_configuration(
-    workspace: Path, start: list[str], weights: Weights, changes: dict[str, int], part: str
+    workspace: Path, start: list[str], weights: WeightStatus, changes: dict[str, int], part: str
 ) -> None:
     (workspace / "small" / "model.safetensors").write_bytes(weights(SMALL_SHAPES))
     file = workspace / "small" / "config.json"
@@ -108,7 +112,7 @@ def test_weights_of_another_model_than_the_configuration(
     assert part in problem
 
 
-def test_quantised_weights_are_for_generation_only(workspace: Path, start: list[str], weights: Weights) -> None:
+def test_quantised_weights_are_for_generation_only(workspace: Path, start: list[str], weights: WeightStatus) -> None:
     small = workspace / "small"
     (small / "model.safetensors").write_bytes(weights({"model.layers.0.self_attn.q_proj.qweight": [8, 8]}))
     settings = {**json.loads((small / "config.json").read_text()), "quantization_config": {"quant_method": "awq"}}
@@ -205,14 +209,14 @@ def checkpoint(workspace: Path) -> Path:
     """A checkpoint of the small model on CPU, as far as a plan looks at it."""
     folder = workspace / "checkpoints" / "rollout_4"
     folder.mkdir(parents=True)
-    layout = dict.fromkeys(
+    sizes = dict.fromkeys(
         ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"), 1
     )
     content = {
         "format": manifest.FORMAT,
         "rollout_id": 4,
         "world_size": 1,
-        "layout": {**layout, "context_parallel_size": 1, "data_parallel_size": 1, "expert_tensor_parallel_size": 1},
+        "layout": {**sizes, "context_parallel_size": 1, "data_parallel_size": 1, "expert_tensor_parallel_size": 1},
         "dtype": "float32",
         "model": manifest.architecture(json.loads((workspace / "small" / "config.json").read_text())),
         "scheduler": {},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from relax_cli.checks.model_facts import ModelFacts
 from relax_cli.checks.plan import plan_text
-from relax_cli.cluster.placement import Layout
+from relax_cli.cluster.placement import Placement
 from relax_cli.config.resolve import resolve
 from relax_cli.main import main
 
@@ -104,25 +104,25 @@ def test_size_of_a_small_model_equals_what_transformers_builds(tiny_model: Path)
     assert ModelFacts.from_config(json.loads((tiny_model / "config.json").read_text())).parameters == built
 
 
-def layout(**sizes: Any) -> Layout:
+def placement(**sizes: Any) -> Placement:
     default = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 1, "train_ranks": 1}
-    return Layout(device="cuda", engines=1, gpus_per_engine=1, shared=True, **{**default, **sizes})
+    return Placement(device="cuda", engines=1, gpus_per_engine=1, shared=True, **{**default, **sizes})
 
 
 def test_training_memory_by_hand(workspace: Path) -> None:
     model = facts(workspace, "qwen3-4b")
     n = model.parameters
-    assert model.training_bytes(layout(), bf16=True, offload=False) == (18 * n, 0)
-    assert model.training_bytes(layout(), bf16=False, offload=False) == (16 * n, 0)
-    assert model.training_bytes(layout(train_ranks=4), bf16=True, offload=False) == (6 * n + 12 * n // 4, 0)
-    assert model.training_bytes(layout(train_ranks=4), bf16=True, offload=True) == (6 * n, 12 * n // 4)
+    assert model.training_bytes(placement(), bf16=True, offload=False) == (18 * n, 0)
+    assert model.training_bytes(placement(), bf16=False, offload=False) == (16 * n, 0)
+    assert model.training_bytes(placement(train_ranks=4), bf16=True, offload=False) == (6 * n + 12 * n // 4, 0)
+    assert model.training_bytes(placement(train_ranks=4), bf16=True, offload=True) == (6 * n, 12 * n // 4)
     half = model.shared_parameters // 2 + model.embedding // 2
-    assert model.training_bytes(layout(tp=2, train_ranks=2), bf16=True, offload=False) == (18 * half, 0)
+    assert model.training_bytes(placement(tp=2, train_ranks=2), bf16=True, offload=False) == (18 * half, 0)
 
 
 def test_experts_are_divided_by_their_own_sizes(workspace: Path) -> None:
     model = facts(workspace, "qwen3-30b-a3b")
-    dense, expert = model.parameters_per_rank(layout(tp=2, ep=2, etp=2, train_ranks=8))
+    dense, expert = model.parameters_per_rank(placement(tp=2, ep=2, etp=2, train_ranks=8))
     assert expert == model.expert_parameters // 4
     assert dense == model.shared_parameters // 2 + 2 * model.embedding // 2
 
@@ -142,7 +142,7 @@ def test_a_plan_for_cpu(workspace: Path, start: list[str], capsys: pytest.Captur
 
 def test_a_large_model_is_planned_for_gpus_and_a_named_number_of_gpus_too(workspace: Path, model: list[str]) -> None:
     def device(*words: str) -> str:
-        found = resolve(["--dry-run", "--prompt-data", "prompts.jsonl", *words], {}).layout
+        found = resolve(["--dry-run", "--prompt-data", "prompts.jsonl", *words], {}).placement
         assert found is not None
         return found.device
 

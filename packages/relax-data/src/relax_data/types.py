@@ -41,7 +41,7 @@ class Prompt:
     """One row of the prompt data, ready to generate from.
 
     Attributes:
-        ordinal: position in the whole run, 0-based over all epochs: the identity of this prompt in ledger and logs.
+        prompt_id: position in the whole run, 0-based over all epochs: the identity of this prompt in ledger and logs.
         epoch: 0-based epoch it belongs to.
         source: ``file:line`` (1-based line or row), for error messages.
         text: the prompt as the model sees it, after the chat template.
@@ -52,7 +52,7 @@ class Prompt:
         multimodal: paths or objects by modality (``{"image": [...]}``); empty for text.
     """
 
-    ordinal: int
+    prompt_id: int
     epoch: int
     source: str
     text: str
@@ -191,7 +191,7 @@ class TrainBatch:
         loss_masks: per sample float32 ``[response]``.
         rollout_log_probs: per sample float32 ``[response]``, natural log, as the engine returned them.
         rewards: float32 ``[n]``.
-        group_ids: int64 ``[n]``, equal for the responses to one prompt (the prompt's ordinal).
+        group_ids: int64 ``[n]``, equal for the responses to one prompt (the prompt's id).
         oldest_versions: int64 ``[n]``, oldest policy version among each sample's tokens.
         names: how messages call each sample.
     """
@@ -234,7 +234,7 @@ class TrainBatch:
             loss_masks=[np.array(s.loss_mask, dtype=np.float32) for s in samples],
             rollout_log_probs=[np.array(s.log_probs, dtype=np.float32) for s in samples],
             rewards=np.array([s.reward for s in samples], dtype=np.float32),
-            group_ids=np.array([s.prompt.ordinal for s in samples], dtype=np.int64),
+            group_ids=np.array([s.prompt.prompt_id for s in samples], dtype=np.int64),
             oldest_versions=np.array([s.oldest_version for s in samples], dtype=np.int64),
             names=[s.name for s in samples],
         )

@@ -7,13 +7,13 @@ from typing import Any
 from relax_data.types import Prompt, SampleGroup, WeightVersion
 
 from relax_rollout.engines.base import Engine
-from relax_rollout.engines.router import EnginePool
+from relax_rollout.engines.router import EngineRouter
 from relax_rollout.generation.generate import GenerationContext, eval_sampling_params, load_generate_function
 from relax_rollout.loop.metrics import sample_metrics
-from relax_rollout.loop.runner import STALL_TIMEOUT_S, GroupRunner, RunningGroups
+from relax_rollout.loop.runner import STALL_TIMEOUT_S, GroupRunner, InflightGroups
 from relax_rollout.rewards.base import RewardFunction
 from relax_rollout.settings import EvalSettings, RolloutSettings
-from relax_rollout.timer import PhaseClock
+from relax_rollout.timer import PhaseTimer
 
 CORRECT = 1.0
 """A response counts as correct for pass@k when its reward is at least this."""
@@ -57,10 +57,10 @@ async def evaluate(
         EngineDied: an engine's process ended.
         TimeoutError: nothing moves any more.
     """
-    clock = PhaseClock()
-    pool = EnginePool(engines, concurrency, clock)
+    timer = PhaseTimer()
+    router = EngineRouter(engines, concurrency, timer)
     context = GenerationContext(
-        pool,
+        router,
         sampling=eval_sampling_params(settings, rollout),
         max_context_len=rollout.rollout_max_context_len,
         tokenizer=tokenizer,
@@ -68,11 +68,11 @@ async def evaluate(
         label="eval",
     )
     runner = GroupRunner(
-        pool,
+        router,
         context,
         generate=load_generate_function(rollout.custom_generate_function_path),
         reward=reward,
-        clock=clock,
+        timer=timer,
     )
     groups = {
         name: [SampleGroup.start(p, settings.n_samples_per_eval_prompt) for p in prompts]
@@ -81,12 +81,12 @@ async def evaluate(
     every = [g for of_name in groups.values() for g in of_name]
     _check_room(context, groups, rollout.rollout_max_context_len)
 
-    def report(running: RunningGroups) -> None:
+    def report(running: InflightGroups) -> None:
         if progress is not None:
             done = len(every) - len(running)
             progress(f"evaluation: {done} of {len(every)} prompts, waiting for {running.waiting_for}")
 
-    running = RunningGroups(runner, on_wait=report, interval_s=progress_interval_s, stall_timeout_s=stall_timeout_s)
+    running = InflightGroups(runner, on_wait=report, interval_s=progress_interval_s, stall_timeout_s=stall_timeout_s)
     try:
         for group in every:
             running.submit(group)
@@ -95,7 +95,7 @@ async def evaluate(
     except BaseException:
         await running.cancel()
         raise
-    metrics = {"time/eval": clock.elapsed_s}
+    metrics = {"time/eval": timer.elapsed_s}
     for name, of_name in groups.items():
         metrics |= _metrics(name, of_name, settings.n_samples_per_eval_prompt)
     return metrics

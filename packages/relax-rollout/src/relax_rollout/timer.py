@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 
-class PhaseClock:
+class PhaseTimer:
     """Counts each moment once: as generation while a request runs, else as reward while a sample is being scored."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Passes of a batch through the model: forward only for log-probs, forward and backward for the gradient.
+"""ForwardBackward of a batch through the model: forward only for log-probs, forward and backward for the gradient.
 
 Both run megatron-core's schedules, so pipeline parallelism is the same code. Every rank is called with the same batch
 and picks its own samples and its own part of them.
@@ -38,7 +38,7 @@ Columns = Mapping[str, Sequence[np.ndarray]]
 """Values per response token: for each name one ``[response]`` array a sample."""
 
 
-class Passes:
+class ForwardBackward:
     """Runs batches through one model.
 
     Args:
@@ -51,13 +51,13 @@ class Passes:
     def __init__(self, model: Model, settings: TrainSettings, *, temperature: float = 1.0) -> None:
         self._model, self._settings = model, settings
         self._temperature = effective_temperature(temperature)
-        layout = model.layout
+        parallel = model.parallel
         self.split = Split(
-            dp_size=layout.dp_size,
-            cp_size=layout.cp_size,
-            cp_rank=layout.cp_rank,
-            sequence_size=layout.tp_size if settings.parallel.sequence_parallel else 1,
-            lock_step=layout.experts_span_data_parallel,
+            dp_size=parallel.dp_size,
+            cp_size=parallel.cp_size,
+            cp_rank=parallel.cp_rank,
+            sequence_size=parallel.tp_size if settings.parallel.sequence_parallel else 1,
+            lock_step=parallel.experts_span_data_parallel,
             cost=cost_model(model.hf_config),
         )
 
@@ -70,19 +70,19 @@ class Passes:
         Raises:
             ValueError: a sample does not fit into a micro-batch; the message names it.
         """
-        layout = self._model.layout
+        parallel = self._model.parallel
         rows = self._rows(batch, {}, forward_only=True)
         total = int(response_offsets(batch)[-1])
         # One more place, where the positions that predict no response token go.
-        flat = torch.zeros(total + 1, dtype=torch.float32, device=layout.device)
+        flat = torch.zeros(total + 1, dtype=torch.float32, device=parallel.device)
         with DeviceContext(), torch.no_grad():
             parts = self._schedule(rows, self._row_log_probs, forward_only=True)
             for slots, values in parts:
                 flat.index_copy_(0, slots.where(slots >= 0, total), values.float())
-            if layout.is_last_stage:
+            if parallel.is_last_stage:
                 # Each token lies on one rank, and is 0 on the others.
                 flat[total] = 0
-                _all_reduce(flat, layout.dp_cp_group)
+                _all_reduce(flat, parallel.dp_cp_group)
             _from_last_stage(flat, self._model)
         return split_responses(flat[:total].cpu().numpy(), batch)
 
@@ -110,7 +110,7 @@ class Passes:
 
     def _rows(self, batch: TrainBatch, columns: Columns, *, forward_only: bool) -> list[MicroBatch]:
         plan = plan_micro_batches(batch, self._settings.batch, self.split, forward_only=forward_only)
-        mine = plan[self._model.layout.dp_rank]
+        mine = plan[self._model.parallel.dp_rank]
         return [build_micro_batch(batch, indices, self.split, columns) for indices in mine]
 
     def _schedule(self, rows: Sequence[MicroBatch], finish: Callable[..., Any], *, forward_only: bool) -> list[Any]:
@@ -118,7 +118,7 @@ class Passes:
 
         def forward(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             micro = next(iterator)
-            row = micro.to(self._model.layout.device, self._column_dtype)
+            row = micro.to(self._model.parallel.device, self._column_dtype)
             packed = PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=row["cu_seqlens"],
@@ -150,7 +150,7 @@ class Passes:
             output[0],
             row["labels"],
             temperature=self._temperature,
-            group=self._model.layout.tp_group,
+            group=self._model.parallel.tp_group,
             vocab_size=self._model.vocab_size,
             **options,
         )
@@ -188,14 +188,14 @@ class Passes:
         return sorted(names, key=lambda n: (n in MAXIMA, n))
 
     def _step_metrics(self, per_row: list[torch.Tensor]) -> dict[str, float]:
-        layout, names = self._model.layout, self._reduced_names
+        parallel, names = self._model.parallel, self._reduced_names
         n_sums = sum(n not in MAXIMA for n in names)
-        total = torch.zeros(len(names), dtype=torch.float64, device=layout.device)
-        if layout.is_last_stage:
+        total = torch.zeros(len(names), dtype=torch.float64, device=parallel.device)
+        if parallel.is_last_stage:
             stacked = torch.stack(per_row)
             sums, maxima = stacked[:, :n_sums].sum(0), stacked[:, n_sums:].amax(0)
-            _all_reduce(sums, layout.dp_cp_group)
-            _all_reduce(maxima, layout.dp_cp_group, op=dist.ReduceOp.MAX)
+            _all_reduce(sums, parallel.dp_cp_group)
+            _all_reduce(maxima, parallel.dp_cp_group, op=dist.ReduceOp.MAX)
             total = torch.cat([sums, maxima])
         _from_last_stage(total, self._model)
         values = dict(zip(names, total.tolist(), strict=True))
@@ -233,7 +233,7 @@ def _all_reduce(tensor: torch.Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -
 
 def _from_last_stage(tensor: torch.Tensor, model: Model) -> None:
     """Gives every pipeline stage what the last one has."""
-    layout = model.layout
-    if layout.pp_size > 1:
-        source = dist.get_global_rank(layout.pp_group, layout.pp_size - 1)
-        dist.broadcast(tensor, source, group=layout.pp_group)
+    parallel = model.parallel
+    if parallel.pp_size > 1:
+        source = dist.get_global_rank(parallel.pp_group, parallel.pp_size - 1)
+        dist.broadcast(tensor, source, group=parallel.pp_group)

@@ -21,7 +21,7 @@ from relax_train.algorithms.losses import token_weights
 from relax_train.algorithms.reference import ReferenceWeights
 from relax_train.backend.offload import Offload
 from relax_train.backend.optimizer import Optimizer, build_optimizer
-from relax_train.backend.parallel import Layout, setup_layout, teardown_layout
+from relax_train.backend.parallel import ParallelState, setup_parallel, teardown_parallel
 from relax_train.batching import check_samples, optimizer_steps
 from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint, save_hf
 from relax_train.models.build import Model, build_model, check_same_architecture
@@ -29,7 +29,7 @@ from relax_train.models.export import weight_buckets
 from relax_train.models.hf_mapping import load_hf_weights
 from relax_train.observer import NullObserver, StepObserver
 from relax_train.settings import TrainSettings
-from relax_train.step import Passes, update_weights
+from relax_train.step import ForwardBackward, update_weights
 
 T = TypeVar("T")
 
@@ -63,10 +63,10 @@ class Trainer:
         self._settings, self._temperature, self._total_steps = settings, temperature, total_steps
         self._always_log_probs = always_log_probs
         self._observer: StepObserver = observer or NullObserver()
-        self._layout: Layout | None = None
+        self._parallel: ParallelState | None = None
         self._model: Model | None = None
         self._optimizer: Optimizer | None = None
-        self._passes: Passes | None = None
+        self._forward_backward: ForwardBackward | None = None
         self._reference: ReferenceWeights | None = None
         self._offload: Offload | None = None
         self._offset = 0
@@ -82,8 +82,8 @@ class Trainer:
         """
         settings = self._settings
         self._observer.before_model()
-        self._layout = setup_layout(settings.parallel, seed=settings.model.seed)
-        self._model = build_model(settings, self._layout)
+        self._parallel = setup_parallel(settings.parallel, seed=settings.model.seed)
+        self._model = build_model(settings, self._parallel)
         if settings.algorithm.needs_reference and settings.model.ref_load is not None:
             try:
                 check_same_architecture(self._model.hf_config, settings.model.ref_load)
@@ -95,7 +95,7 @@ class Trainer:
         if settings.algorithm.needs_reference and self._reference is None:
             self._reference = ReferenceWeights(self._model)
         self._optimizer = build_optimizer(settings, self._model, total_steps=self._total_steps)
-        self._passes = Passes(self._model, settings, temperature=self._temperature)
+        self._forward_backward = ForwardBackward(self._model, settings, temperature=self._temperature)
         self._offload = Offload(self._model, self._optimizer)
 
     def sleep(self) -> None:
@@ -103,7 +103,7 @@ class Trainer:
 
         Until :meth:`wake` every method but that one and :meth:`close` is refused.
         """
-        if self.layout.device.type == "cuda":
+        if self.parallel.device.type == "cuda":
             _there(self._offload).sleep()
 
     def wake(self) -> None:
@@ -113,14 +113,14 @@ class Trainer:
     def close(self) -> None:
         """Closes the observer and leaves the process group; may be called twice."""
         self._observer.close()
-        if self._layout is not None:
-            teardown_layout()
-        self._layout = self._model = self._optimizer = self._passes = self._reference = self._offload = None
+        if self._parallel is not None:
+            teardown_parallel()
+        self._parallel = self._model = self._optimizer = self._forward_backward = self._reference = self._offload = None
 
     @property
-    def layout(self) -> Layout:
+    def parallel(self) -> ParallelState:
         """Rank, sizes and groups; after :meth:`setup`."""
-        return _there(self._layout)
+        return _there(self._parallel)
 
     @property
     def model(self) -> Model:
@@ -193,7 +193,7 @@ class Trainer:
             float32 ``[response]`` per sample, in the order of the batch, the same on every rank.
         """
         self._awake()
-        return _there(self._passes).log_probs(batch)
+        return _there(self._forward_backward).log_probs(batch)
 
     def train(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
         """All optimizer steps on one rollout.
@@ -218,20 +218,20 @@ class Trainer:
             return self._train(batch, version, offset)
 
     def _train(self, batch: TrainBatch, version: int, offset: int) -> dict[str, float]:
-        settings, passes, clock = self._settings, _there(self._passes), _Clock(self.layout)
+        settings, forward_backward, timer = self._settings, _there(self._forward_backward), PhaseTimer(self.parallel)
         steps = optimizer_steps(batch, settings.batch)
         needs_old = len(steps) > 1 or settings.algorithm.kl_coef != 0 or self._always_log_probs
-        check_samples(batch, settings.batch, passes.split)
+        check_samples(batch, settings.batch, forward_backward.split)
         if needs_old or self._reference is not None:
-            check_samples(batch, settings.batch, passes.split, forward_only=True)
+            check_samples(batch, settings.batch, forward_backward.split, forward_only=True)
         old = ref = None
         with self._observer.phase("train_log_probs", offset):
             if self._reference is not None:
-                with clock.phase("ref_log_probs"), self._reference.put_in():
-                    ref = passes.log_probs(batch)
+                with timer.phase("ref_log_probs"), self._reference.put_in():
+                    ref = forward_backward.log_probs(batch)
             if needs_old:
-                with clock.phase("log_probs"):
-                    old = passes.log_probs(batch)
+                with timer.phase("log_probs"):
+                    old = forward_backward.log_probs(batch)
         advantages = compute_advantages(batch, settings.algorithm, old_log_probs=old, ref_log_probs=ref)
         columns: dict[str, list[np.ndarray]] = {
             "mask": batch.loss_masks,
@@ -242,24 +242,24 @@ class Trainer:
             columns["old_log_probs"] = old
         if ref is not None:
             columns["ref_log_probs"] = ref
-        with self._observer.phase("train_actor", offset), clock.phase("train"):
+        with self._observer.phase("train_actor", offset), timer.phase("train"):
             metrics = _mean_of_steps([self._step(batch, indices, columns) for indices in steps])
         return (
             {f"train/{name}": value for name, value in metrics.items()}
             | {"train/samples": float(len(batch)), "train/total_tokens": float(batch.total_lengths.sum())}
             | _staleness(batch, version)
-            | {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
+            | {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
         )
 
     def _step(self, batch: TrainBatch, indices: list[int], columns: dict[str, list[np.ndarray]]) -> dict[str, float]:
         """One optimizer step on the samples ``indices`` of ``batch``."""
-        passes, optimizer = _there(self._passes), _there(self._optimizer)
+        forward_backward, optimizer = _there(self._forward_backward), _there(self._optimizer)
         samples = batch.select(indices)
         chosen = {name: [column[i] for i in indices] for name, column in columns.items()}
         per_token = self._settings.algorithm.calculate_per_token_loss
         chosen["weights"] = list(token_weights(samples.loss_masks, per_token=per_token))
         optimizer.zero_grad()
-        metrics = passes.gradient(samples, chosen)
+        metrics = forward_backward.gradient(samples, chosen)
         result = update_weights(optimizer)
         if result is not None:
             self._skipped_in_a_row = 0
@@ -274,12 +274,12 @@ class Trainer:
         return {"skipped_steps": 1.0}
 
 
-class _Clock:
+class PhaseTimer:
     """Seconds of this rank by phase."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, parallel: ParallelState) -> None:
         self.seconds: dict[str, float] = {}
-        self._device = layout.device
+        self._device = parallel.device
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -315,19 +315,19 @@ def _staleness(batch: TrainBatch, version: int) -> dict[str, float]:
 
 def count_parameters(model: Model) -> int:
     """Parameters of the whole model: sharded ones over all ranks that hold a part, copies once. Collective."""
-    layout = model.layout
-    counts = torch.zeros(2, dtype=torch.int64, device=layout.device)  # dense, expert
+    parallel = model.parallel
+    counts = torch.zeros(2, dtype=torch.int64, device=parallel.device)  # dense, expert
     for gpt in model.gpt:
         for parameter in gpt.parameters():
             expert = not getattr(parameter, "allreduce", True)
-            rank = layout.etp_rank if expert else layout.tp_rank
+            rank = parallel.etp_rank if expert else parallel.tp_rank
             sharded = getattr(parameter, "tensor_model_parallel", False)
             if (sharded or rank == 0) and not getattr(parameter, "shared", False):
                 counts[int(expert)] += parameter.numel()
-    dist.all_reduce(counts[:1], group=layout.tp_group)
-    for group in (layout.ep_group, layout.etp_group):
+    dist.all_reduce(counts[:1], group=parallel.tp_group)
+    for group in (parallel.ep_group, parallel.etp_group):
         dist.all_reduce(counts[1:], group=group)
-    dist.all_reduce(counts, group=layout.pp_group)
+    dist.all_reduce(counts, group=parallel.pp_group)
     return int(counts.sum())
 
 

@@ -126,7 +126,7 @@ def _resume_problems(config: RunConfig) -> Problems:
     try:
         found.append(manifest.architecture_problem(saved, read_hf_config(model.hf_checkpoint), folder))
         found.append(manifest.layout_problem(saved, sizes, folder))
-        on_gpu = None if config.layout is None else config.layout.device == "cuda"
+        on_gpu = None if config.placement is None else config.placement.device == "cuda"
         if (bf16 := on_gpu if model.bf16 is None else model.bf16) is not None:
             found.append(manifest.precision_problem(saved, "bfloat16" if bf16 else "float32", folder))
     except (TypeError, AttributeError, KeyError):

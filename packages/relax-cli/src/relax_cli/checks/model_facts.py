@@ -6,7 +6,7 @@ from typing import Any
 
 from relax_train.settings.model import experts_key
 
-from relax_cli.cluster.placement import Layout
+from relax_cli.cluster.placement import Placement
 
 _LARGEST = 10**9
 _MOST_PARAMETERS = 10**14
@@ -128,17 +128,17 @@ class ModelFacts:
         """All parameters; a tied output layer is not counted twice."""
         return self.shared_parameters + self.expert_parameters + self.embedding * (1 if self.tied else 2)
 
-    def parameters_per_rank(self, layout: Layout) -> tuple[int, int]:
+    def parameters_per_rank(self, placement: Placement) -> tuple[int, int]:
         """(parameters outside the experts, expert parameters) of the fullest rank of the trainer.
 
         TP divides the matrices, PP the layers; the embedding lies on the first stage and the output layer on the last,
         so one of the two counts in full (both without PP). ETP x EP divide the experts.
         """
-        ends = 1 if self.tied or layout.pp > 1 else 2
-        dense = self.shared_parameters // (layout.tp * layout.pp) + ends * self.embedding // layout.tp
-        return dense, self.expert_parameters // (layout.etp * layout.ep * layout.pp)
+        ends = 1 if self.tied or placement.pp > 1 else 2
+        dense = self.shared_parameters // (placement.tp * placement.pp) + ends * self.embedding // placement.tp
+        return dense, self.expert_parameters // (placement.etp * placement.ep * placement.pp)
 
-    def training_bytes(self, layout: Layout, *, bf16: bool, offload: bool) -> tuple[int, int]:
+    def training_bytes(self, placement: Placement, *, bf16: bool, offload: bool) -> tuple[int, int]:
         """(device, host) bytes of weights, gradients and optimizer on the fullest rank, without activations.
 
         bf16: 2 (weights) + 4 (float32 gradients) + 12 / replicas (float32 weights and both moments of Adam, which the
@@ -146,8 +146,8 @@ class ModelFacts:
         ``--optimizer-cpu-offload`` moves the last term to the host.
         """
         fixed, divided = (6, 12) if bf16 else (8, 8)
-        dense, expert = self.parameters_per_rank(layout)
-        replicas = layout.dp * layout.cp
-        optimizer = divided * dense // replicas + divided * expert // layout.expert_dp
+        dense, expert = self.parameters_per_rank(placement)
+        replicas = placement.dp * placement.cp
+        optimizer = divided * dense // replicas + divided * expert // placement.expert_dp
         weights = fixed * (dense + expert)
         return (weights, optimizer) if offload else (weights + optimizer, 0)

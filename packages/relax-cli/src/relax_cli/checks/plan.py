@@ -7,7 +7,7 @@ from relax_train.settings.model import read_hf_config
 
 from relax_cli.checks.lengths import context_lengths, micro_batch_tokens
 from relax_cli.checks.model_facts import ModelFacts
-from relax_cli.cluster.placement import Layout
+from relax_cli.cluster.placement import Placement
 from relax_cli.config.resolve import RunConfig
 
 Rows = list[tuple[str, str]]
@@ -45,7 +45,7 @@ def _aligned(rows: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _on_gpu(config: RunConfig) -> bool:
-    return config.layout is None or config.layout.device == "cuda"
+    return config.placement is None or config.placement.device == "cuda"
 
 
 def _run(config: RunConfig) -> Rows:
@@ -87,13 +87,13 @@ def _bf16(config: RunConfig) -> bool:
 
 
 def _processes(config: RunConfig) -> Rows:
-    layout, cluster = config.layout, config.cluster
+    placement, cluster = config.placement, config.cluster
     ray = f"joins {cluster.ray_address}" if cluster.ray_address else "started on this machine for the run"
-    if layout is None:
+    if placement is None:
         return [("Ray", ray), ("trainer and engines", "on all GPUs of the cluster")]
-    trainer = f"{layout.train_ranks} ranks" if layout.train_ranks > 1 else "1 rank"
-    engines = f"{layout.engines} SGLang servers" if layout.engines > 1 else "1 SGLang server"
-    if layout.device == "cpu":
+    trainer = f"{placement.train_ranks} ranks" if placement.train_ranks > 1 else "1 rank"
+    engines = f"{placement.engines} SGLang servers" if placement.engines > 1 else "1 SGLang server"
+    if placement.device == "cpu":
         rows = [("GPUs", "none: everything runs on CPU"), ("trainer", trainer), ("engines", engines)]
     else:
         nodes = cluster.actor_num_nodes
@@ -104,13 +104,16 @@ def _processes(config: RunConfig) -> Rows:
         )
         on = (
             "the same GPUs, in turn with the trainer"
-            if layout.shared
-            else (f"{layout.engines * layout.gpus_per_engine} GPUs of their own")
+            if placement.shared
+            else (f"{placement.engines * placement.gpus_per_engine} GPUs of their own")
         )
         rows = [
-            ("GPUs", f"{layout.gpus} in all"),
+            ("GPUs", f"{placement.gpus} in all"),
             ("trainer", f"{trainer}, one a GPU: {where}"),
-            ("engines", f"{engines}, {layout.gpus_per_engine} GPU{'s' * (layout.gpus_per_engine > 1)} each, on {on}"),
+            (
+                "engines",
+                f"{engines}, {placement.gpus_per_engine} GPU{'s' * (placement.gpus_per_engine > 1)} each, on {on}",
+            ),
         ]
     if config.debug.debug_rollout_only:
         rows = [r for r in rows if r[0] != "trainer"]
@@ -120,14 +123,19 @@ def _processes(config: RunConfig) -> Rows:
 
 
 def _parallel(config: RunConfig) -> Rows:
-    layout, parallel = config.layout, config.train.parallel
-    if layout is None or config.debug.debug_rollout_only:
+    placement, parallel = config.placement, config.train.parallel
+    if placement is None or config.debug.debug_rollout_only:
         return []
     rows = [
-        ("TP x PP x CP x DP", f"{layout.tp} x {layout.pp} x {layout.cp} x {layout.dp} = {layout.train_ranks} ranks"),
+        (
+            "TP x PP x CP x DP",
+            f"{placement.tp} x {placement.pp} x {placement.cp} x {placement.dp} = {placement.train_ranks} ranks",
+        ),
     ]
-    if layout.ep > 1 or parallel.expert_tensor_parallel_size is not None:
-        rows.append(("experts: EP x ETP x DP", f"{layout.ep} x {layout.etp} x {layout.expert_dp} a pipeline stage"))
+    if placement.ep > 1 or parallel.expert_tensor_parallel_size is not None:
+        rows.append(
+            ("experts: EP x ETP x DP", f"{placement.ep} x {placement.etp} x {placement.expert_dp} a pipeline stage")
+        )
     rows.append(("sequence parallel", "on" if parallel.sequence_parallel else "off"))
     recompute: str = parallel.recompute_granularity or "off"
     if parallel.recompute_method is not None:
@@ -137,7 +145,7 @@ def _parallel(config: RunConfig) -> Rows:
 
 
 def _batches(config: RunConfig) -> Rows:
-    rollout, batch, layout = config.rollout, config.train.batch, config.layout
+    rollout, batch, placement = config.rollout, config.train.batch, config.placement
     prompts, each = rollout.rollout_batch_size, rollout.n_samples_per_prompt
     samples = prompts * each
     size, steps = batch.global_batch_size or samples, batch.num_steps_per_rollout or 1
@@ -152,8 +160,8 @@ def _batches(config: RunConfig) -> Rows:
         rows.insert(1, ("over-sampling", surplus))
     if (longest := context_lengths(config).trained) is not None:
         rows.append(("longest sample", f"{longest} tokens, {_why_longest(config, longest)}"))
-    if layout is not None:
-        rows.append(("samples a rank and step", f"{size} / {layout.dp} = {size / layout.dp:g}"))
+    if placement is not None:
+        rows.append(("samples a rank and step", f"{size} / {placement.dp} = {size / placement.dp:g}"))
     if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is not None:
         cp = config.train.parallel.context_parallel_size
         rows.append(
@@ -177,36 +185,36 @@ def _why_longest(config: RunConfig, longest: int) -> str:
 
 
 def _memory(config: RunConfig, facts: ModelFacts) -> Rows:
-    layout = config.layout
-    if layout is None:
+    placement = config.placement
+    if placement is None:
         return []
     rows: Rows = []
     if not config.debug.debug_rollout_only:
-        rows += _trainer_memory(config, facts, layout)
+        rows += _trainer_memory(config, facts, placement)
     if not config.debug.debug_train_only:
-        rows += _engine_memory(config, facts, layout)
+        rows += _engine_memory(config, facts, placement)
     return rows
 
 
-def _trainer_memory(config: RunConfig, facts: ModelFacts, layout: Layout) -> Rows:
+def _trainer_memory(config: RunConfig, facts: ModelFacts, placement: Placement) -> Rows:
     offload = config.train.parallel.optimizer_cpu_offload
-    device, host = facts.training_bytes(layout, bf16=_bf16(config), offload=offload)
+    device, host = facts.training_bytes(placement, bf16=_bf16(config), offload=offload)
     rows = [("trainer: weights, gradients, optimizer", f"{_size(device)} a rank, activations come on top")]
     if host:
         rows.append(("trainer: optimizer on the host", f"{_size(host)} a rank"))
     tokens = config.train.batch.max_tokens_per_gpu
     if tokens is not None:
-        rows.append(("trainer: logits in float32", f"{_size(4 * tokens * facts.vocab // layout.tp)} a micro-batch"))
+        rows.append(("trainer: logits in float32", f"{_size(4 * tokens * facts.vocab // placement.tp)} a micro-batch"))
     return rows
 
 
-def _engine_memory(config: RunConfig, facts: ModelFacts, layout: Layout) -> Rows:
+def _engine_memory(config: RunConfig, facts: ModelFacts, placement: Placement) -> Rows:
     width = 2 if _bf16(config) else 4
-    weights = facts.parameters * width // layout.gpus_per_engine
+    weights = facts.parameters * width // placement.gpus_per_engine
     token = 2 * facts.layers * facts.kv_heads * facts.head_dim * width
     share = f", of --sglang-mem-fraction-static {config.sglang.sglang_mem_fraction_static} of the GPU"
     return [
-        ("engine: weights", _size(weights) + (share if layout.device == "cuda" else "")),
+        ("engine: weights", _size(weights) + (share if placement.device == "cuda" else "")),
         ("engine: KV cache", f"{token / 1e3:.1f} kB a token of a sequence"),
     ]
 

@@ -62,12 +62,12 @@ def _unreadable(error: OSError, config: RunConfig, part: Any) -> str:
     return f"{given_flags(named or list(values))}: cannot read {error.filename}: {error.strerror}; choose another path"
 
 
-def layout_problems(config: RunConfig, available_gpus: int) -> Problems:
+def placement_problems(config: RunConfig, available_gpus: int) -> Problems:
     """What does not fit between the options and a cluster of so many GPUs, once it has been joined."""
-    assert config.layout is not None, "with a number of GPUs there is always a layout"
-    if config.layout.gpus > available_gpus:
+    assert config.placement is not None, "with a number of GPUs there is always a placement"
+    if config.placement.gpus > available_gpus:
         return [
-            f"the run needs {config.layout.gpus} GPUs but the Ray cluster has {available_gpus}: lower "
+            f"the run needs {config.placement.gpus} GPUs but the Ray cluster has {available_gpus}: lower "
             "--actor-num-nodes or --actor-num-gpus-per-node, or join a larger cluster with --ray-address"
         ]
     return [*_gpu_problems(config), *_model_problems(config)]
@@ -112,13 +112,13 @@ def _batch_problems(config: RunConfig) -> Problems:
 
 
 def _gpu_problems(config: RunConfig) -> Problems:
-    layout, cluster = config.layout, config.cluster
-    if layout is None:
+    placement, cluster = config.placement, config.cluster
+    if placement is None:
         return []
-    if layout.device == "cpu":
+    if placement.device == "cpu":
         return _cpu_problems(config)
     per_engine = config.sglang.rollout_num_gpus_per_engine
-    gpus = layout.train_ranks if layout.shared else cluster.rollout_num_gpus or 0
+    gpus = placement.train_ranks if placement.shared else cluster.rollout_num_gpus or 0
     if per_engine >= 1 and gpus % per_engine:
         return [
             f"the engines have {gpus} GPUs, which is no multiple of --rollout-num-gpus-per-engine {per_engine}: "
@@ -161,10 +161,10 @@ def _model_problems(config: RunConfig) -> Problems:
     except ValueError as error:
         return [f"--hf-checkpoint {config.train.model.hf_checkpoint}: {error}"]
     found = []
-    if config.layout is not None and not config.debug.debug_rollout_only:
+    if config.placement is not None and not config.debug.debug_rollout_only:
         parallel = config.train.parallel
         sizes = [n for n in SIZES if (getattr(parallel, n) or 1) > 1]
-        for problem in parallel.model_problems(hf_config, config.layout.train_ranks):
+        for problem in parallel.model_problems(hf_config, config.placement.train_ranks):
             # Those about the number of ranks speak of TP and PP: say which flags that are.
             found.append(problem if "--" in problem else f"{problem} ({given_flags(sizes)})")
     tp = config.sglang.rollout_num_gpus_per_engine
@@ -322,7 +322,7 @@ def _machine_problems(config: RunConfig) -> Problems:
 
 def _profiling_warnings(config: RunConfig) -> list[str]:
     """What the profilers cannot do on a CPU."""
-    if config.layout is None or config.layout.device != "cpu":
+    if config.placement is None or config.placement.device != "cpu":
         return []
     found = []
     memory, engine = config.memory_profile, config.sglang_profile
@@ -346,7 +346,7 @@ def _profiling_warnings(config: RunConfig) -> list[str]:
 def warnings_of(config: RunConfig) -> list[str]:
     """What is allowed but probably not meant."""
     found = _profiling_warnings(config)
-    batch, layout = config.train.batch, config.layout
+    batch, placement = config.train.batch, config.placement
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     step = batch.global_batch_size or samples
     if batch.balance_data:
@@ -363,9 +363,9 @@ def warnings_of(config: RunConfig) -> list[str]:
             "--n-samples-per-prompt 1: GRPO compares the responses to one prompt, so the advantage of a single one is "
             f"always 0{rest}; use 2 or more, for example 8"
         )
-    if not config.debug.debug_rollout_only and layout is not None and step < layout.dp:
+    if not config.debug.debug_rollout_only and placement is not None and step < placement.dp:
         found.append(
-            f"an optimizer step has {step} samples for {layout.dp} data-parallel ranks, so {layout.dp - step} of them "
-            "idle; raise --global-batch-size or the parallel sizes"
+            f"an optimizer step has {step} samples for {placement.dp} data-parallel ranks, so {placement.dp - step} of "
+            "them idle; raise --global-batch-size or the parallel sizes"
         )
     return found

@@ -25,7 +25,7 @@ SIZES = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class Placement:
     """The processes of a run.
 
     Attributes:
@@ -75,10 +75,10 @@ class Layout:
         }
 
 
-def make_layout(
+def make_placement(
     cluster: ClusterSettings, parallel: ParallelSettings, sglang: SGLangSettings, *, available_gpus: int | None = None
-) -> Layout | None:
-    """The layout that the settings ask for; sizes that do not divide are rounded down, the validation names them.
+) -> Placement | None:
+    """The placement that the settings ask for; sizes that do not divide are rounded down, the validation names them.
 
     Without GPUs the trainer has as many ranks as its parallel sizes need, and there is one engine.
 
@@ -107,11 +107,11 @@ def make_layout(
         return None
     if per_node == 0:
         ranks = math.lcm(tp * pp * cp, ep * etp * pp) if ep > 1 else tp * pp * cp
-        return Layout(device="cpu", train_ranks=ranks, engines=1, gpus_per_engine=1, shared=True, **sizes)
+        return Placement(device="cpu", train_ranks=ranks, engines=1, gpus_per_engine=1, shared=True, **sizes)
     world = per_node * nodes
     per_engine = max(1, sglang.rollout_num_gpus_per_engine)
     rollout_gpus = world if cluster.colocate else cluster.rollout_num_gpus or cluster.num_gpus_per_node
-    return Layout(
+    return Placement(
         device="cuda",
         train_ranks=world,
         engines=max(1, rollout_gpus // per_engine),

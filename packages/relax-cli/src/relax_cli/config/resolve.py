@@ -17,7 +17,7 @@ from relax_rollout.engines.sglang.settings import SGLangSettings
 from relax_rollout.settings import EvalSettings, RewardSettings, RolloutSettings
 from relax_train.settings import TrainSettings
 
-from relax_cli.cluster.placement import Layout, make_layout
+from relax_cli.cluster.placement import Placement, make_placement
 from relax_cli.config import files
 from relax_cli.config import options as registry
 from relax_cli.config.command_line import Given, Layer, Namespace, read_command_line, read_environment
@@ -50,7 +50,7 @@ class RunConfig:
         name: ``--tb-experiment-name``, or the one that was made for this run.
         run_dir: absolute ``runs/NAME``: logs, metrics, summary.
         trace_dir: absolute ``traces/NAME``: what the profilers write.
-        layout: processes of the run; None when the run takes all GPUs of a Ray cluster it has not joined yet.
+        placement: processes of the run; None when the run takes all GPUs of a Ray cluster it has not joined yet.
         given: names of the options that the user set, in snake_case. An SGLang server argument that was passed through
             stands there under its own name, and so does ``sglang_extra``.
         warnings: what is allowed but probably not meant.
@@ -73,7 +73,7 @@ class RunConfig:
     name: str
     run_dir: Path
     trace_dir: Path
-    layout: Layout | None
+    placement: Placement | None
     given: frozenset[str]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -96,8 +96,8 @@ class RunConfig:
 
     def rank_tag(self, rank: int) -> dict[str, int]:
         """``{"rank", "dp", "tp", "pp"}`` of a trainer rank, for the names of its files."""
-        assert self.layout is not None, "the number of GPUs must be known before ranks have places"
-        return self.layout.rank_tag(rank)
+        assert self.placement is not None, "the number of GPUs must be known before ranks have places"
+        return self.placement.rank_tag(rank)
 
 
 def resolve(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> RunConfig:
@@ -190,7 +190,7 @@ def _build(values: dict[str, Any], given: frozenset[str]) -> RunConfig:
         name=name,
         run_dir=here / "runs" / name,
         trace_dir=here / "traces" / name,
-        layout=make_layout(settings["cluster"], settings["train"].parallel, settings["sglang"]),
+        placement=make_placement(settings["cluster"], settings["train"].parallel, settings["sglang"]),
         given=given,
     )
 
@@ -215,7 +215,7 @@ def _told(problems: Sequence[str], given: Mapping[str, Given], silent: set[str])
 
 
 def fit(config: RunConfig, available_gpus: int) -> RunConfig:
-    """The configuration once the cluster is known: with its ``layout``, checked against model and batch.
+    """The configuration once the cluster is known: with its ``placement``, checked against model and batch.
 
     Args:
         available_gpus: GPUs of the cluster that the run has joined; 0 puts the run on CPU.
@@ -223,11 +223,11 @@ def fit(config: RunConfig, available_gpus: int) -> RunConfig:
     Raises:
         ConfigError: the options do not fit the cluster.
     """
-    from relax_cli.checks.validate import layout_problems
+    from relax_cli.checks.validate import placement_problems
 
-    layout = make_layout(config.cluster, config.train.parallel, config.sglang, available_gpus=available_gpus)
-    fitted = dataclasses.replace(config, layout=layout)
-    problems = layout_problems(fitted, available_gpus)
+    placement = make_placement(config.cluster, config.train.parallel, config.sglang, available_gpus=available_gpus)
+    fitted = dataclasses.replace(config, placement=placement)
+    problems = placement_problems(fitted, available_gpus)
     if problems:
         raise ConfigError(problems)
     return fitted

@@ -13,10 +13,10 @@ from relax_cli.cluster.ray_cluster import StopFlag
 from relax_cli.run.debug_data import load_groups, path_for, save_groups
 from relax_cli.run.progress import Progress
 from relax_cli.run.tracking import Trackers
-from relax_cli.workers.group import Fleet
+from relax_cli.workers.group import WorkerGroups
 
 
-class StepClock:
+class PhaseTimer:
     """Wall time of the phases of one step, seconds."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class ColocateRun:
     def __init__(
         self,
         config: Any,
-        fleet: Fleet,
+        workers: WorkerGroups,
         trackers: Trackers,
         progress: Progress,
         stop: StopFlag,
@@ -64,7 +64,13 @@ class ColocateRun:
         Args:
             outcome: filled in as the run goes on, so that the caller has it also when the run is interrupted.
         """
-        self.config, self._fleet, self._trackers, self._progress, self._stop = config, fleet, trackers, progress, stop
+        self.config, self._workers, self._trackers, self._progress, self._stop = (
+            config,
+            workers,
+            trackers,
+            progress,
+            stop,
+        )
         self.outcome = Outcome() if outcome is None else outcome
         self._saved: int | None = None
         self._evaluated: int | None = None
@@ -105,17 +111,17 @@ class ColocateRun:
             start = train.checkpoint.start_rollout_id
             self._saved = None  # a rollout of the loaded checkpoint's id may come again, with other weights
         if not (debug.debug_rollout_only or debug.debug_train_only):
-            self._push(start, StepClock())
+            self._push(start, PhaseTimer())
         return start
 
     def _resume(self, directory: str) -> int:
-        found = self._fleet.trainers("load", directory, what="the checkpoint to load")[0]
+        found = self._workers.trainers("load", directory, what="the checkpoint to load")[0]
         if found is None:
             self._progress.note(f"--load {directory}: no checkpoint there yet, starting from --hf-checkpoint")
             return 0
         rollout_id, extra = found
         if extra.get("rollout") is not None and not self.config.debug.debug_train_only:
-            self._fleet.rollout("load_state_dict", extra["rollout"], what="the rollout manager to restore its state")
+            self._workers.rollout("load_state_dict", extra["rollout"], what="the rollout manager to restore its state")
         self._progress.note(f"resumed from rollout {rollout_id} of {directory}")
         self.outcome.last_checkpoint = directory
         self._saved = rollout_id
@@ -125,74 +131,74 @@ class ColocateRun:
 
     def _step(self, rollout_id: int) -> bool:
         """Generate, train, push. False when the prompts are used up."""
-        clock = StepClock()
+        timer = PhaseTimer()
         debug = self.config.debug
-        groups, scalars = self._generate(rollout_id, clock)
+        groups, scalars = self._generate(rollout_id, timer)
         if not groups:
             return False
         if debug.save_debug_rollout_data is not None:
-            with clock.phase("other"):
+            with timer.phase("other"):
                 save_groups(groups, path_for(debug.save_debug_rollout_data, rollout_id))
         if not debug.debug_rollout_only:
-            scalars |= self._train(groups, rollout_id, clock)
-            self._save_if_due(rollout_id, clock)
+            scalars |= self._train(groups, rollout_id, timer)
+            self._save_if_due(rollout_id, timer)
             if not debug.debug_train_only:
-                self._push(rollout_id + 1, clock)
-        self._report(rollout_id, scalars, clock)
+                self._push(rollout_id + 1, timer)
+        self._report(rollout_id, scalars, timer)
         return True
 
-    def _generate(self, rollout_id: int, clock: StepClock) -> tuple[Sequence[SampleGroup], dict[str, float]]:
+    def _generate(self, rollout_id: int, timer: PhaseTimer) -> tuple[Sequence[SampleGroup], dict[str, float]]:
         debug = self.config.debug
-        with clock.phase("generate"):
+        with timer.phase("generate"):
             if debug.load_debug_rollout_data is not None:
                 groups = load_groups(path_for(debug.load_debug_rollout_data, rollout_id))
                 rewards = [r for g in groups for r in g.rewards]
                 return groups, {"rollout/reward": sum(rewards) / len(rewards)}
             version = 0 if debug.debug_rollout_only else rollout_id
-            result = self._fleet.rollout(
+            result = self._workers.rollout(
                 "generate", rollout_id, version, what=f"rollout {rollout_id} to be generated and scored"
             )
         # Time of the rewards and of the rollout as a whole lie inside the phase that was just measured.
         metrics = {k.replace("time/", "rollout/seconds_"): v for k, v in result["metrics"].items()}
         return result["groups"], metrics
 
-    def _train(self, groups: Sequence[SampleGroup], rollout_id: int, clock: StepClock) -> dict[str, float]:
+    def _train(self, groups: Sequence[SampleGroup], rollout_id: int, timer: PhaseTimer) -> dict[str, float]:
         import ray
 
-        if self._fleet.shares_gpu:
-            with clock.phase("sleep_wake"):
-                self._fleet.rollout("release_memory", what="the engines to release GPU memory")
-                self._fleet.trainers("wake", what="the trainer to take GPU memory back")
-        with clock.phase("train_step"):
+        if self._workers.shares_gpu:
+            with timer.phase("sleep_wake"):
+                self._workers.rollout("release_memory", what="the engines to release GPU memory")
+                self._workers.trainers("wake", what="the trainer to take GPU memory back")
+        with timer.phase("train_step"):
             batch = ray.put(TrainBatch.from_groups(groups, rollout_id))
-            metrics = self._fleet.trainers("train", batch, rollout_id, what=f"training step {rollout_id}")[0]
+            metrics = self._workers.trainers("train", batch, rollout_id, what=f"training step {rollout_id}")[0]
         # What the ranks spend in their phases; the rest of the call is transport and waiting for the slowest rank.
         phases = {k.removeprefix("time/"): v for k, v in metrics.items() if k.startswith("time/")}
-        clock.seconds |= phases
-        clock.seconds["train_wait"] = max(0.0, clock.seconds.pop("train_step") - sum(phases.values()))
+        timer.seconds |= phases
+        timer.seconds["train_wait"] = max(0.0, timer.seconds.pop("train_step") - sum(phases.values()))
         return {k: v for k, v in metrics.items() if not k.startswith("time/")}
 
-    def _push(self, version: int, clock: StepClock) -> None:
+    def _push(self, version: int, timer: PhaseTimer) -> None:
         """Trainer -> engines; afterwards every engine serves ``version`` and nothing else."""
-        with clock.phase("weight_update"):
-            if self._fleet.shares_gpu:
-                self._fleet.rollout("resume_memory", ("weights",), what="the engines to take back memory for weights")
-            self._fleet.trainers("push_weights", version, what=f"weights {version} to reach the engines")
-        if self._fleet.shares_gpu:
-            with clock.phase("sleep_wake"):
-                self._fleet.trainers("sleep", what="the trainer to release GPU memory")
-                self._fleet.rollout("resume_memory", ("kv_cache",), what="the engines to take back their KV cache")
-        with clock.phase("weight_update"):
-            served = self._fleet.rollout("weight_versions", what="the engines to name their weights", deadline_s=120)
+        with timer.phase("weight_update"):
+            if self._workers.shares_gpu:
+                self._workers.rollout("resume_memory", ("weights",), what="the engines to take back memory for weights")
+            self._workers.trainers("push_weights", version, what=f"weights {version} to reach the engines")
+        if self._workers.shares_gpu:
+            with timer.phase("sleep_wake"):
+                self._workers.trainers("sleep", what="the trainer to release GPU memory")
+                self._workers.rollout("resume_memory", ("kv_cache",), what="the engines to take back their KV cache")
+        with timer.phase("weight_update"):
+            served = self._workers.rollout("weight_versions", what="the engines to name their weights", deadline_s=120)
         if any(v != version for v in served):
             raise RuntimeError(
                 f"after the weight update to version {version} the engines serve {served}: stopping, because training "
                 "on samples of other weights would go wrong in silence"
             )
 
-    def _report(self, rollout_id: int, scalars: dict[str, float], clock: StepClock) -> None:
-        total = clock.total()
-        seconds = dict(clock.seconds)
+    def _report(self, rollout_id: int, scalars: dict[str, float], timer: PhaseTimer) -> None:
+        total = timer.total()
+        seconds = dict(timer.seconds)
         seconds["other"] = max(0.0, total - sum(seconds.values()))
         scalars |= {f"time/{k}": v for k, v in seconds.items()}
         scalars["time/step"] = total
@@ -219,17 +225,17 @@ class ColocateRun:
 
     def _evaluate(self, rollout_id: int) -> None:
         version = 0 if self.config.debug.debug_rollout_only else rollout_id
-        scalars = self._fleet.rollout("evaluate", version, what="the evaluation")
+        scalars = self._workers.rollout("evaluate", version, what="the evaluation")
         self._trackers.log(scalars, rollout_id)
         self._evaluated = rollout_id
         self.outcome.evals.append((rollout_id, scalars))
         self._progress.evaluation(rollout_id, scalars)
 
-    def _save_if_due(self, rollout_id: int, clock: StepClock) -> None:
+    def _save_if_due(self, rollout_id: int, timer: PhaseTimer) -> None:
         interval = self.config.train.checkpoint.save_interval
         if not self._saves or interval is None or (rollout_id + 1) % interval:
             return
-        with clock.phase("save"):
+        with timer.phase("save"):
             self._save(rollout_id)
 
     @property
@@ -244,14 +250,14 @@ class ColocateRun:
         if checkpoint.save is not None:
             state = None
             if not self.config.debug.debug_train_only:
-                state = self._fleet.rollout("state_dict", what="the rollout manager's state")
+                state = self._workers.rollout("state_dict", what="the rollout manager's state")
             extra = {"rollout": state}
-            self._fleet.trainers("save", checkpoint.save, rollout_id, extra, what=f"checkpoint {rollout_id}")
+            self._workers.trainers("save", checkpoint.save, rollout_id, extra, what=f"checkpoint {rollout_id}")
             self.outcome.last_checkpoint = checkpoint.save
         self._saved = rollout_id
         if checkpoint.save_hf is not None:
             folder = str(Path(checkpoint.save_hf.replace("{rollout_id}", str(rollout_id))))
-            self._fleet.trainers("save_hf", folder, what=f"the Hugging Face export {folder}")
+            self._workers.trainers("save_hf", folder, what=f"the Hugging Face export {folder}")
 
     def _save_at_end(self, next_rollout: int) -> None:
         """The last finished step is saved too, so that a run that ends or is asked to stop loses nothing."""
@@ -260,7 +266,7 @@ class ColocateRun:
             return
         if finished < self.outcome.first_rollout or finished == self._saved:
             return
-        if self._fleet.shares_gpu:
-            self._fleet.rollout("release_memory", what="the engines to release GPU memory")
-            self._fleet.trainers("wake", what="the trainer to take GPU memory back")
+        if self._workers.shares_gpu:
+            self._workers.rollout("release_memory", what="the engines to release GPU memory")
+            self._workers.trainers("wake", what="the trainer to take GPU memory back")
         self._save(finished)

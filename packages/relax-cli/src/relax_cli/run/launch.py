@@ -19,7 +19,7 @@ from relax_cli.controllers.colocate import ColocateRun, Outcome
 from relax_cli.run import folder as run_folder
 from relax_cli.run.progress import PHASES, Progress, plot_reward
 from relax_cli.run.tracking import JsonLinesTracker, TensorBoardTracker, Tracker, Trackers, WandbTracker, read_metrics
-from relax_cli.workers.group import Fleet
+from relax_cli.workers.group import WorkerGroups
 
 log = logging.getLogger(__name__)
 
@@ -69,18 +69,18 @@ def run(config: RunConfig) -> int:
 def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag, outcome: Outcome) -> None:
     with connected(config.cluster.ray_address, min_cpus=8, note=progress.note):
         config = fit(config, cluster_gpus())
-        shape = config.layout
+        shape = config.placement
         assert shape is not None, "fit() knows the cluster"
         progress.note(f"Ray is up; {shape.train_ranks} trainer rank(s) and {shape.engines} engine(s) on {shape.device}")
         # Before the engines load: a tracker that cannot be opened (no key, no disk) says so at once.
         with Trackers(_trackers(config)) as trackers:
-            fleet = Fleet(config, stop=stop, note=progress.note)
+            workers = WorkerGroups(config, stop=stop, note=progress.note)
             try:
-                fleet.start()
+                workers.start()
                 stop.stepping = True
-                ColocateRun(config, fleet, trackers, progress, stop, outcome).run()
+                ColocateRun(config, workers, trackers, progress, stop, outcome).run()
             finally:
-                fleet.close()
+                workers.close()
 
 
 def _log_to_file(config: RunConfig) -> None:

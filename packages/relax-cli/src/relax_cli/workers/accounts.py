@@ -62,12 +62,12 @@ class BookedSource:
             Number of prompts of the run so far by state, as metrics; what the rollout returned is still ``out``.
         """
         for dropped in result.dropped:
-            self.ledger.drop([dropped.ordinal], dropped.reason)
-        self._returned = [group.prompt.ordinal for group in result.groups]
+            self.ledger.drop([dropped.prompt_id], dropped.reason)
+        self._returned = [group.prompt.prompt_id for group in result.groups]
         returned = set(self._returned)
-        self.ledger.take_back([prompt.ordinal for prompt in self.ledger.open(PromptState.BUFFERED)])
-        out = [prompt.ordinal for prompt in self.ledger.open(PromptState.OUT)]
-        self.ledger.buffer([ordinal for ordinal in out if ordinal not in returned])
+        self.ledger.take_back([prompt.prompt_id for prompt in self.ledger.open(PromptState.BUFFERED)])
+        out = [prompt.prompt_id for prompt in self.ledger.open(PromptState.OUT)]
+        self.ledger.buffer([prompt_id for prompt_id in out if prompt_id not in returned])
         counts = self.ledger.counts()
         return {f"prompts/{state}": float(counts[state]) for state in ("out", "buffered", "trained", "dropped")}
 
@@ -82,7 +82,7 @@ class BookedSource:
         """Goes on with the books of a checkpoint.
 
         Args:
-            held: ordinals of the prompts that the loop has from the same checkpoint.
+            held: prompt_ids of the prompts that the loop has from the same checkpoint.
 
         Raises:
             ValueError: books and loop disagree about what is still to be done.
@@ -91,7 +91,7 @@ class BookedSource:
 
         self._returned = []
         self.ledger.load_state_dict(from_plain(state))
-        opened = {prompt.ordinal for prompt in self.ledger.open()}
+        opened = {prompt.prompt_id for prompt in self.ledger.open()}
         if differing := sorted(opened ^ set(held)):
             raise ValueError(
                 f"the checkpoint is damaged: its ledger and its rollout buffer disagree about prompts {differing[:5]}; "

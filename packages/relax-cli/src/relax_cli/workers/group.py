@@ -24,12 +24,12 @@ ABANDON_DEADLINE_S = 2.0
 """The same for a start that is given up: who still loads has nothing to put in order, and would not answer in time."""
 
 
-class Fleet:
+class WorkerGroups:
     """Owns the Ray actors. Engines and trainer ranks share the same slots (colocate)."""
 
     def __init__(self, config: RunConfig, *, stop: StopFlag, note: Callable[[str], None]) -> None:
-        assert config.layout is not None, "the cluster is known before the fleet"
-        self.config, self.shape = config, config.layout
+        assert config.placement is not None, "the cluster is known before its workers"
+        self.config, self.shape = config, config.placement
         self._stop, self._note = stop, note
         self._engine_actors: list[Any] = []
         self._trainers: list[Any] = []

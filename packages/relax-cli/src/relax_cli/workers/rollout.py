@@ -163,8 +163,8 @@ class RolloutActor:
         """Goes on where :meth:`state_dict` was called; the books must agree with what the loop holds."""
         loop = state["loop"]
         self._loop.load_state_dict(loop)
-        held = [group["prompt"]["ordinal"] for place in ("ready", "waiting") for group in loop["buffer"][place]]
-        self._source.load_ledger(state["ledger"], [*held, *(prompt["ordinal"] for prompt in loop["dropped"])])
+        held = [group["prompt"]["prompt_id"] for place in ("ready", "waiting") for group in loop["buffer"][place]]
+        self._source.load_ledger(state["ledger"], [*held, *(prompt["prompt_id"] for prompt in loop["dropped"])])
 
     async def close(self) -> None:
         await self._reward.close()

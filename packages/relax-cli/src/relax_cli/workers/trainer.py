@@ -62,7 +62,7 @@ class TrainActor:
             observer=self._observer(),
         )
         self._trainer.setup()
-        sizes = self._trainer.layout
+        sizes = self._trainer.parallel
         layout = f"TP {sizes.tp_size} x PP {sizes.pp_size} x CP {sizes.cp_size} x DP {sizes.dp_size}"
         return {"parameters": self._trainer.parameter_count, "layout": layout}
 
@@ -85,13 +85,13 @@ class TrainActor:
         """Tells this rank which engines it sends weights to."""
         from relax_cli.workers.weight_link import WeightLink
 
-        layout = self._config.layout
+        placement = self._config.placement
         self._link = WeightLink.of(
             engine_info,
             rank=self._rank,
             world_size=self._world_size,
-            device=layout.device,
-            gpus_per_engine=layout.gpus_per_engine,
+            device=placement.device,
+            gpus_per_engine=placement.gpus_per_engine,
         )
 
     def train(self, batch: Any, version: int) -> dict[str, float]:

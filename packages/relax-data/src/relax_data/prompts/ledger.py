@@ -51,7 +51,7 @@ class _Entry:
 
 
 class PromptLedger:
-    """Keeps account of the prompts of a run by their ordinal.
+    """Keeps account of the prompts of a run by their id.
 
     Open prompts are held whole, so that after a crash those that were out can be generated again although the data
     cursor is past them; closed ones take no memory once all before them are closed. Not thread-safe: one owner.
@@ -79,51 +79,51 @@ class PromptLedger:
         new = list(prompts)
         seen: set[int] = set()
         for prompt in new:
-            if prompt.ordinal in seen or prompt.ordinal in self._open or self._is_closed(prompt.ordinal):
+            if prompt.prompt_id in seen or prompt.prompt_id in self._open or self._is_closed(prompt.prompt_id):
                 raise LedgerError(f"{_name(prompt)} is handed out twice")
-            seen.add(prompt.ordinal)
+            seen.add(prompt.prompt_id)
         for prompt in new:
-            self._open[prompt.ordinal] = _Entry(prompt, PromptState.OUT)
+            self._open[prompt.prompt_id] = _Entry(prompt, PromptState.OUT)
 
-    def interrupt(self, ordinals: Iterable[int]) -> None:
+    def interrupt(self, prompt_ids: Iterable[int]) -> None:
         """Out -> partial: generation stopped, what there is was kept."""
-        self._move(ordinals, (PromptState.OUT,), PromptState.PARTIAL)
+        self._move(prompt_ids, (PromptState.OUT,), PromptState.PARTIAL)
 
-    def buffer(self, ordinals: Iterable[int]) -> None:
+    def buffer(self, prompt_ids: Iterable[int]) -> None:
         """Out -> buffered: the group is complete and waits."""
-        self._move(ordinals, (PromptState.OUT,), PromptState.BUFFERED)
+        self._move(prompt_ids, (PromptState.OUT,), PromptState.BUFFERED)
 
-    def take_back(self, ordinals: Iterable[int]) -> None:
+    def take_back(self, prompt_ids: Iterable[int]) -> None:
         """Partial or buffered -> out: the next rollout goes on with it."""
-        self._move(ordinals, (PromptState.PARTIAL, PromptState.BUFFERED), PromptState.OUT)
+        self._move(prompt_ids, (PromptState.PARTIAL, PromptState.BUFFERED), PromptState.OUT)
 
-    def train(self, ordinals: Iterable[int]) -> None:
+    def train(self, prompt_ids: Iterable[int]) -> None:
         """Out or buffered -> trained, for all prompts of one training step; ``step`` goes up by one."""
-        closed = self._move(ordinals, (PromptState.OUT, PromptState.BUFFERED), PromptState.TRAINED)
+        closed = self._move(prompt_ids, (PromptState.OUT, PromptState.BUFFERED), PromptState.TRAINED)
         self.trained += closed
         self.step += 1
 
-    def drop(self, ordinals: Iterable[int], reason: str) -> None:
+    def drop(self, prompt_ids: Iterable[int], reason: str) -> None:
         """Open -> dropped, counted under ``reason`` (short, the same for all prompts of a kind)."""
         if not reason:
             raise ValueError("a prompt is dropped for a reason: say which")
         opened = (PromptState.OUT, PromptState.PARTIAL, PromptState.BUFFERED)
-        self.dropped[reason] += self._move(ordinals, opened, PromptState.DROPPED)
+        self.dropped[reason] += self._move(prompt_ids, opened, PromptState.DROPPED)
 
-    def state_of(self, ordinal: int) -> PromptState | None:
+    def state_of(self, prompt_id: int) -> PromptState | None:
         """State of an open prompt, None for one that was never handed out or is closed."""
-        entry = self._open.get(ordinal)
+        entry = self._open.get(prompt_id)
         return None if entry is None else entry.state
 
     def open(self, *states: PromptState) -> list[Prompt]:
-        """The open prompts in these states (all when none is named), by ordinal."""
+        """The open prompts in these states (all when none is named), by id."""
         return [e.prompt for _, e in sorted(self._open.items()) if not states or e.state in states]
 
     def recover(self, held: Iterable[int] = ()) -> list[Prompt]:
         """After loading: the prompts to be generated again, because nobody has anything of them any more.
 
         Args:
-            held: ordinals whose samples were restored from the checkpoint's buffer.
+            held: prompt_ids whose samples were restored from the checkpoint's buffer.
 
         Returns:
             The open prompts that are not held. They are out from now on: generate them first.
@@ -134,7 +134,7 @@ class PromptLedger:
         kept = set(held)
         if strangers := sorted(kept - self._open.keys()):
             raise LedgerError(f"the buffer holds prompt {strangers[0]}, which the ledger of step {self.step} closed")
-        lost = [e for _, e in sorted(self._open.items()) if e.prompt.ordinal not in kept]
+        lost = [e for _, e in sorted(self._open.items()) if e.prompt.prompt_id not in kept]
         for entry in lost:
             entry.state = PromptState.OUT
         return [e.prompt for e in lost]
@@ -172,7 +172,7 @@ class PromptLedger:
         for saved in state["open"]:
             fields = dict(saved)
             entry_state = PromptState(fields.pop("state"))
-            entries[saved["ordinal"]] = _Entry(Prompt(**fields), entry_state)
+            entries[saved["prompt_id"]] = _Entry(Prompt(**fields), entry_state)
         self._open = entries
         self.step, self.trained = state["step"], state["trained"]
         self.dropped = collections.Counter(state["dropped"])
@@ -220,8 +220,8 @@ class PromptLedger:
             )
         return ledger
 
-    def _move(self, ordinals: Iterable[int], allowed: Sequence[PromptState], to: PromptState) -> int:
-        moved = list(ordinals)
+    def _move(self, prompt_ids: Iterable[int], allowed: Sequence[PromptState], to: PromptState) -> int:
+        moved = list(prompt_ids)
         if len(set(moved)) != len(moved):
             raise LedgerError(f"a prompt is named twice for {to}: {sorted(moved)}")
         for i in moved:
@@ -242,12 +242,12 @@ class PromptLedger:
             self._closed_below += 1
         return len(moved)
 
-    def _is_closed(self, ordinal: int) -> bool:
-        return ordinal < self._closed_below or ordinal in self._closed
+    def _is_closed(self, prompt_id: int) -> bool:
+        return prompt_id < self._closed_below or prompt_id in self._closed
 
 
 def _name(prompt: Prompt) -> str:
-    return f"prompt {prompt.ordinal} ({prompt.source})"
+    return f"prompt {prompt.prompt_id} ({prompt.source})"
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:

@@ -116,7 +116,7 @@ class MemoryPromptSource:
             logger.warning("prompt data: %s", line)
         if not self._prompts:
             raise DataError(nothing_left([f.path for f in files], self.drops, self._rows_read))
-        self._epoch = self._position = self._ordinal = 0
+        self._epoch = self._position = self._prompt_id = 0
         self._order_of: tuple[int, np.ndarray] | None = None
 
     def _load(self, rows: RowFile, file: FileSlice) -> None:
@@ -141,10 +141,10 @@ class MemoryPromptSource:
             stored = self._prompts[self._order()[self._position]]
             taken.append(
                 dataclasses.replace(
-                    stored.prompt, ordinal=self._ordinal, epoch=self._epoch, input_ids=stored.ids.tolist()
+                    stored.prompt, prompt_id=self._prompt_id, epoch=self._epoch, input_ids=stored.ids.tolist()
                 )
             )
-            self._ordinal += 1
+            self._prompt_id += 1
             self._position += 1
             if self._position == len(self._prompts):
                 self._epoch, self._position = self._epoch + 1, 0
@@ -169,7 +169,7 @@ class MemoryPromptSource:
             "seed": self._settings.rollout_seed,
             "epoch": self._epoch,
             "position": self._position,
-            "ordinal": self._ordinal,
+            "prompt_id": self._prompt_id,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -181,7 +181,7 @@ class MemoryPromptSource:
                 f"the checkpoint has {state['prompts']} prompts an epoch, now there are {len(self._prompts)}: "
                 "--rollout-max-prompt-len, --skip-bad-rows, the keys or the tokenizer must be as they were"
             )
-        self._epoch, self._position, self._ordinal = state["epoch"], state["position"], state["ordinal"]
+        self._epoch, self._position, self._prompt_id = state["epoch"], state["position"], state["prompt_id"]
 
 
 class FileSet:

@@ -168,7 +168,7 @@ class StreamingPromptSource:
             files, settings.streaming_buffer_size, shuffle=settings.rollout_shuffle, seed=settings.rollout_seed
         )
         self._files = files
-        self._position = self._ordinal = 0
+        self._position = self._prompt_id = 0
         self._found_in_epoch = 0
         if not settings.skip_bad_rows and (first := self._rows.at(0)) is not None:
             # A wrong --input-key is wrong in the first row already: better said before engines and trainers start.
@@ -182,12 +182,12 @@ class StreamingPromptSource:
         raise TypeError("a streaming source knows how many prompts pass its filters only after an epoch")
 
     def next(self, n: int) -> list[Prompt]:
-        before = (self._position, self._ordinal, self._found_in_epoch)
+        before = (self._position, self._prompt_id, self._found_in_epoch)
         try:
             return self._next(n)
         except DataError:
             # Whoever goes on after the error asks for the same prompts again: none of this call is lost.
-            self._position, self._ordinal, self._found_in_epoch = before
+            self._position, self._prompt_id, self._found_in_epoch = before
             raise
 
     def _next(self, n: int) -> list[Prompt]:
@@ -198,8 +198,8 @@ class StreamingPromptSource:
             epochs = [epoch for epoch, _ in batch]
             for epoch, prompt in zip(epochs, self._builder.build(r for _, r in batch), strict=True):
                 if prompt is not None:
-                    prompt.ordinal, prompt.epoch = self._ordinal, epoch
-                    self._ordinal += 1
+                    prompt.prompt_id, prompt.epoch = self._prompt_id, epoch
+                    self._prompt_id += 1
                     self._found_in_epoch += 1
                     taken.append(prompt)
             self._check_not_barren()
@@ -236,7 +236,7 @@ class StreamingPromptSource:
             "kind": "stream",
             **self._rows.state(),
             "position": self._position,
-            "ordinal": self._ordinal,
+            "prompt_id": self._prompt_id,
             "found_in_epoch": self._found_in_epoch,
             "drops": dict(self.drops.counts),
         }
@@ -245,7 +245,7 @@ class StreamingPromptSource:
         check_kind(state, "stream")
         check_same_order(state, self._settings)
         self._rows.check(state)
-        self._position, self._ordinal = state["position"], state["ordinal"]
+        self._position, self._prompt_id = state["position"], state["prompt_id"]
         self._found_in_epoch = state["found_in_epoch"]
         self.drops.restore(state["drops"])
 

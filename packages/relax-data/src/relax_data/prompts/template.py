@@ -82,7 +82,7 @@ class PromptBuilder:
     def build(self, rows: Iterable[SourcedRow]) -> list[Prompt | None]:
         """A prompt for each row, or None for each dropped one, which is counted in ``drops``.
 
-        ``ordinal`` and ``epoch`` are -1: the source that hands the prompt out sets them.
+        ``prompt_id`` and ``epoch`` are -1: the source that hands the prompt out sets them.
 
         Raises:
             DataError: a row is unusable and ``skip_bad_rows`` is off; names file, line and key.
@@ -157,7 +157,7 @@ class PromptBuilder:
         if _no_text(text):
             raise DataError(f"{source}: the prompt holds half of a surrogate pair, which is no text; see --input-key")
         return Prompt(
-            ordinal=-1,
+            prompt_id=-1,
             epoch=-1,
             source=source,
             text=text,

@@ -5,22 +5,22 @@ import contextlib
 from collections.abc import Sequence
 
 from relax_rollout.engines.base import Engine, EngineDied, GenerateRequest, GenerateResult
-from relax_rollout.timer import PhaseClock
+from relax_rollout.timer import PhaseTimer
 
 QUIET_ABORT_S = 3.0
 """Seconds that the clean-up after an error may spend on telling the engines."""
 
 
-class EnginePool:
+class EngineRouter:
     """The engines of one rollout or evaluation.
 
     Args:
         engines: at least one.
         concurrency: most requests at the same time for each engine; the others wait here, in order.
-        clock: told when requests begin and end.
+        timer: told when requests begin and end.
     """
 
-    def __init__(self, engines: Sequence[Engine], concurrency: int, clock: PhaseClock | None = None) -> None:
+    def __init__(self, engines: Sequence[Engine], concurrency: int, timer: PhaseTimer | None = None) -> None:
         if not engines:
             raise ValueError("a rollout needs at least one engine")
         if concurrency < 1:
@@ -30,7 +30,7 @@ class EnginePool:
         self._load = [0] * len(engines)
         self._running: dict[str, int] = {}
         self._closed = False
-        self._clock = clock or PhaseClock()
+        self._timer = timer or PhaseTimer()
         self.tokens = 0
         """Tokens that the engines returned so far, of aborted requests too."""
 
@@ -57,7 +57,7 @@ class EnginePool:
             self._load[index] += 1
             self._running[request.rid] = index
             try:
-                with self._clock.generating():
+                with self._timer.generating():
                     result = await self._engines[index].generate(request)
             except EngineDied as e:
                 name = self._engines[index].name
@@ -71,7 +71,7 @@ class EnginePool:
         return result
 
     async def abort_all(self) -> None:
-        """Asks the engines to end every running request of this pool, and lets no further one start.
+        """Asks the engines to end every running request of this router, and lets no further one start.
 
         Requests return by themselves soon after. One that reaches its engine only now misses the call, so it is to be
         repeated while requests are running.

@@ -9,7 +9,7 @@ from relax_data.types import Prompt, Sample, SampleStatus, WeightVersion
 
 from relax_rollout.concurrency import guarded
 from relax_rollout.engines.base import EngineDied, GenerateRequest, SamplingParams
-from relax_rollout.engines.router import EnginePool
+from relax_rollout.engines.router import EngineRouter
 from relax_rollout.errors import describe
 from relax_rollout.hooks import load_function
 from relax_rollout.settings import EvalSettings, RolloutSettings
@@ -59,7 +59,7 @@ class GenerationContext:
 
     def __init__(
         self,
-        pool: EnginePool,
+        router: EngineRouter,
         *,
         sampling: SamplingParams,
         max_context_len: int | None,
@@ -67,7 +67,7 @@ class GenerationContext:
         version: WeightVersion,
         label: str,
     ) -> None:
-        self._pool = pool
+        self._router = router
         self._label = label
         self.sampling = sampling
         self.max_context_len = max_context_len
@@ -103,7 +103,7 @@ class GenerationContext:
             return "length"
         s = self.sampling
         request = GenerateRequest(
-            rid=f"{self._label}-p{sample.prompt.ordinal}-s{sample.index}-{uuid.uuid4().hex[:8]}",
+            rid=f"{self._label}-p{sample.prompt.prompt_id}-s{sample.index}-{uuid.uuid4().hex[:8]}",
             input_ids=[*sample.prompt.input_ids, *sample.tokens],
             sampling=SamplingParams(
                 max_new_tokens=limit,
@@ -115,7 +115,7 @@ class GenerationContext:
             ),
             multimodal=sample.prompt.multimodal,
         )
-        result = await self._pool.generate(request)
+        result = await self._router.generate(request)
         sample.append(result.tokens, result.log_probs, result.versions)
         return result.finish_reason
 

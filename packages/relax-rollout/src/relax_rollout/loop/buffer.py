@@ -46,7 +46,7 @@ class PromptBuffer:
         taken, self._ready = self._ready[:n], self._ready[n:]
         for group in taken:
             self._activate(group)
-            self._accepted.add(group.prompt.ordinal)
+            self._accepted.add(group.prompt.prompt_id)
         return taken
 
     def take(self, n: int) -> list[SampleGroup]:
@@ -68,20 +68,20 @@ class PromptBuffer:
 
     def accept(self, group: SampleGroup) -> None:
         """Notes that an active group is whole, scored and passed the filter."""
-        assert group.prompt.ordinal in self._active, "only an active group is accepted"
-        self._accepted.add(group.prompt.ordinal)
+        assert group.prompt.prompt_id in self._active, "only an active group is accepted"
+        self._accepted.add(group.prompt.prompt_id)
 
     def release(self, group: SampleGroup) -> None:
         """Forgets an active group: it was returned to the caller, or dropped and counted."""
-        del self._active[group.prompt.ordinal]
-        self._accepted.discard(group.prompt.ordinal)
+        del self._active[group.prompt.prompt_id]
+        self._accepted.discard(group.prompt.prompt_id)
 
     def put_back(self, group: SampleGroup) -> None:
         """Keeps an active group for the next rollout: among the ready ones if it was accepted, else waiting."""
-        ordinal = group.prompt.ordinal
-        accepted = ordinal in self._accepted
+        prompt_id = group.prompt.prompt_id
+        accepted = prompt_id in self._accepted
         self.release(group)
-        bisect.insort(self._ready if accepted else self._waiting, group, key=_ordinal)
+        bisect.insort(self._ready if accepted else self._waiting, group, key=_prompt_id)
 
     def put_back_active(self) -> None:
         """Keeps all active groups for the next rollout; a sample that an error left half done starts again."""
@@ -96,30 +96,30 @@ class PromptBuffer:
         ready = [g for g in self._ready if g is not group]
         if len(ready) < len(self._ready):
             self._ready = ready
-            bisect.insort(self._waiting, group, key=_ordinal)
+            bisect.insort(self._waiting, group, key=_prompt_id)
 
     def is_active(self, group: SampleGroup) -> bool:
         """True when this very group was taken and is neither returned nor put back."""
-        return self._active.get(group.prompt.ordinal) is group
+        return self._active.get(group.prompt.prompt_id) is group
 
     def _activate(self, group: SampleGroup) -> None:
-        ordinal = group.prompt.ordinal
-        if ordinal in self._active:
+        prompt_id = group.prompt.prompt_id
+        if prompt_id in self._active:
             raise ValueError(
-                f"{group.prompt.source}: the prompt source gave ordinal {ordinal} twice; ordinals number the prompts "
+                f"{group.prompt.source}: the prompt source gave id {prompt_id} twice; ids number the prompts "
                 "of the whole run"
             )
-        self._active[ordinal] = group
+        self._active[prompt_id] = group
 
     def state_dict(self) -> dict[str, Any]:
         """Cursor and groups as JSON values; active groups as if the rollout that has them were interrupted now."""
         active = self._active.values()
-        ready = [*self._ready, *(g for g in active if g.prompt.ordinal in self._accepted)]
-        waiting = [*self._waiting, *(g for g in active if g.prompt.ordinal not in self._accepted)]
+        ready = [*self._ready, *(g for g in active if g.prompt.prompt_id in self._accepted)]
+        waiting = [*self._waiting, *(g for g in active if g.prompt.prompt_id not in self._accepted)]
         return {
             "source": self._source.state_dict(),
-            "ready": [group_to_state(g) for g in sorted(ready, key=_ordinal)],
-            "waiting": [group_to_state(g) for g in sorted(waiting, key=_ordinal)],
+            "ready": [group_to_state(g) for g in sorted(ready, key=_prompt_id)],
+            "waiting": [group_to_state(g) for g in sorted(waiting, key=_prompt_id)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -140,8 +140,8 @@ class PromptBuffer:
             fresh = [SampleGroup.start(g.prompt, self._n_samples) for g in resized]
             self._ready = [g for g in self._ready if len(g.samples) == self._n_samples]
             self._waiting = [g for g in self._waiting if len(g.samples) == self._n_samples] + fresh
-            self._waiting.sort(key=_ordinal)
+            self._waiting.sort(key=_prompt_id)
 
 
-def _ordinal(group: SampleGroup) -> int:
-    return group.prompt.ordinal
+def _prompt_id(group: SampleGroup) -> int:
+    return group.prompt.prompt_id

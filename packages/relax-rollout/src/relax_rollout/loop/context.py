@@ -9,7 +9,7 @@ from relax_data.types import SampleGroup, WeightVersion
 
 from relax_rollout.filters import GroupFilter, judge
 from relax_rollout.loop.buffer import PromptBuffer
-from relax_rollout.loop.runner import GroupRunner, RunningGroups
+from relax_rollout.loop.runner import GroupRunner, InflightGroups
 from relax_rollout.settings import RolloutSettings
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ PROMPT_TOO_LONG = "prompt_too_long"
 class DroppedPrompt:
     """A prompt that will not be trained on."""
 
-    ordinal: int
+    prompt_id: int
     source: str
     reason: str
 
@@ -43,7 +43,7 @@ class RolloutProgress:
 ProgressCallback = Callable[[RolloutProgress], None]
 
 
-class Rollout:
+class RolloutContext:
     """What a rollout works with; the argument of a function of ``--rollout-function-path``.
 
     Such a function takes prompts with :meth:`take`, runs them (:meth:`running`, or :meth:`run_group` for one), asks
@@ -62,8 +62,8 @@ class Rollout:
         group_filter: GroupFilter | None,
         dropped: list[DroppedPrompt],
         max_rejected: int,
-        make_running: Callable[[Callable[[RunningGroups], None]], RunningGroups],
-        progress: Callable[["Rollout", int, RunningGroups], None],
+        make_running: Callable[[Callable[[InflightGroups], None]], InflightGroups],
+        progress: Callable[["RolloutContext", int, InflightGroups], None],
     ) -> None:
         self.rollout_id = rollout_id
         self.version = version
@@ -78,7 +78,7 @@ class Rollout:
         self._progress = progress
         self._rejected: Counter[str] = Counter()
 
-    def running(self) -> RunningGroups:
+    def running(self) -> InflightGroups:
         """A set of groups that run at the same time, which reports progress while it is waited for."""
         return self._make_running(lambda running: self._progress(self, self.groups_done, running))
 
@@ -127,7 +127,7 @@ class Rollout:
 
     def drop(self, group: SampleGroup, reason: str) -> None:
         """Counts the prompt of an active group as dropped."""
-        self.dropped.append(DroppedPrompt(ordinal=group.prompt.ordinal, source=group.prompt.source, reason=reason))
+        self.dropped.append(DroppedPrompt(prompt_id=group.prompt.prompt_id, source=group.prompt.source, reason=reason))
         self.buffer.release(group)
         self._rejected[reason] += 1
 
@@ -155,10 +155,10 @@ class Rollout:
         self.drop(group, PROMPT_TOO_LONG)
 
 
-RolloutFunction = Callable[[Rollout], Awaitable[list[SampleGroup]]]
+RolloutFunction = Callable[[RolloutContext], Awaitable[list[SampleGroup]]]
 
 
-async def collect_groups(rollout: Rollout) -> list[SampleGroup]:
+async def collect_groups(rollout: RolloutContext) -> list[SampleGroup]:
     """The default rollout function: over-sampling, first finished first.
 
     Submits ``--over-sampling-batch-size`` prompts for each ``--rollout-batch-size`` groups that are missing, and

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from relax_data.types import Sample, SampleGroup, SampleStatus, WeightVersion
 
-from relax_rollout.timer import PhaseClock
+from relax_rollout.timer import PhaseTimer
 
 
 def sample_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
@@ -43,7 +43,7 @@ def rollout_metrics(
     dropped: Iterable[str],
     restarted: int,
     buffered: int,
-    clock: PhaseClock,
+    timer: PhaseTimer,
 ) -> dict[str, float]:
     """All metrics of a rollout.
 
@@ -53,10 +53,10 @@ def rollout_metrics(
         dropped: the reason of each prompt dropped during the rollout.
         restarted: samples whose tokens were thrown away during the rollout, to start again from the prompt.
         buffered: prompts that wait for the next rollout.
-        clock: the rollout's times.
+        timer: the rollout's times.
     """
     samples = [s for g in groups for s in g.samples]
-    elapsed = max(clock.elapsed_s, 1e-9)
+    elapsed = max(timer.elapsed_s, 1e-9)
     metrics = sample_metrics(samples, "rollout")
     staleness = [version - s.oldest_version for s in samples if s.oldest_version is not None]
     if staleness:
@@ -72,6 +72,6 @@ def rollout_metrics(
         "rollout/tokens": float(tokens),
         "rollout/tokens_per_second": tokens / elapsed,
         "time/rollout": elapsed,
-        "time/generate": clock.generate_s,
-        "time/reward": clock.reward_s,
+        "time/generate": timer.generate_s,
+        "time/reward": timer.reward_s,
     }

@@ -9,7 +9,7 @@ from relax_data.types import SampleGroup, WeightVersion
 
 from relax_rollout.concurrency import UserFunctionError, guarded
 from relax_rollout.engines.base import Engine
-from relax_rollout.engines.router import EnginePool
+from relax_rollout.engines.router import EngineRouter
 from relax_rollout.filters import GroupFilter, load_filter
 from relax_rollout.generation.generate import GenerationContext, load_generate_function, sampling_params
 from relax_rollout.hooks import load_function
@@ -17,16 +17,16 @@ from relax_rollout.loop.buffer import PromptBuffer
 from relax_rollout.loop.context import (
     DroppedPrompt,
     ProgressCallback,
-    Rollout,
+    RolloutContext,
     RolloutFunction,
     RolloutProgress,
     collect_groups,
 )
 from relax_rollout.loop.metrics import rollout_metrics
-from relax_rollout.loop.runner import STALL_TIMEOUT_S, GroupRunner, RunningGroups
+from relax_rollout.loop.runner import STALL_TIMEOUT_S, GroupRunner, InflightGroups
 from relax_rollout.rewards.base import RewardFunction
 from relax_rollout.settings import RolloutSettings
-from relax_rollout.timer import PhaseClock
+from relax_rollout.timer import PhaseTimer
 
 MAX_REJECTED_BATCHES = 16
 """A rollout fails when this many times ``--rollout-batch-size`` prompts in a row are dropped (by the filter, or too
@@ -140,9 +140,9 @@ class RolloutLoop:
         """
         assert not self._busy, "one rollout of a loop at a time"
         self._busy = True
-        clock = PhaseClock()
-        pool = EnginePool(self.engines, self._concurrency, clock)
-        rollout = self._start(rollout_id, version, pool, clock)
+        timer = PhaseTimer()
+        router = EngineRouter(self.engines, self._concurrency, timer)
+        rollout = self._start(rollout_id, version, router, timer)
         try:
             self._restart_stale(rollout)
             groups = self._checked(await self._collected(rollout))
@@ -155,11 +155,11 @@ class RolloutLoop:
         metrics = rollout_metrics(
             groups,
             version=version,
-            tokens=pool.tokens,
+            tokens=router.tokens,
             dropped=(d.reason for d in dropped),
             restarted=rollout.runner.restarted,
             buffered=len(self._buffer),
-            clock=clock,
+            timer=timer,
         )
         return RolloutResult(groups=groups, metrics=metrics, dropped=dropped)
 
@@ -189,18 +189,20 @@ class RolloutLoop:
         self._buffer.load_state_dict(state["buffer"])
         self._dropped = [DroppedPrompt(**d) for d in state["dropped"]]
 
-    def _start(self, rollout_id: int, version: WeightVersion, pool: EnginePool, clock: PhaseClock) -> Rollout:
+    def _start(
+        self, rollout_id: int, version: WeightVersion, router: EngineRouter, timer: PhaseTimer
+    ) -> RolloutContext:
         context = GenerationContext(
-            pool,
+            router,
             sampling=sampling_params(self.settings),
             max_context_len=self.settings.rollout_max_context_len,
             tokenizer=self._tokenizer,
             version=version,
             label=f"r{rollout_id}",
         )
-        runner = GroupRunner(pool, context, generate=self._generate, reward=self._reward, clock=clock)
+        runner = GroupRunner(router, context, generate=self._generate, reward=self._reward, timer=timer)
 
-        def report(rollout: Rollout, groups_done: int, running: RunningGroups) -> None:
+        def report(rollout: RolloutContext, groups_done: int, running: InflightGroups) -> None:
             if self._progress is not None:
                 self._progress(
                     RolloutProgress(
@@ -209,13 +211,13 @@ class RolloutLoop:
                         groups_wanted=self.settings.rollout_batch_size,
                         groups_running=len(running),
                         prompts_dropped=len(rollout.dropped),
-                        tokens=pool.tokens,
-                        elapsed_s=clock.elapsed_s,
+                        tokens=router.tokens,
+                        elapsed_s=timer.elapsed_s,
                         waiting_for=running.waiting_for,
                     )
                 )
 
-        return Rollout(
+        return RolloutContext(
             rollout_id=rollout_id,
             version=version,
             settings=self.settings,
@@ -224,7 +226,7 @@ class RolloutLoop:
             group_filter=self._filter,
             dropped=self._dropped,
             max_rejected=self._max_rejected,
-            make_running=lambda on_wait: RunningGroups(
+            make_running=lambda on_wait: InflightGroups(
                 runner,
                 on_wait=on_wait,
                 interval_s=self._progress_interval_s,
@@ -233,7 +235,7 @@ class RolloutLoop:
             progress=report,
         )
 
-    def _restart_stale(self, rollout: Rollout) -> None:
+    def _restart_stale(self, rollout: RolloutContext) -> None:
         """Lets buffered samples that are too old for this rollout start again; none is dropped."""
         if self._max_staleness is None:
             return
@@ -245,7 +247,7 @@ class RolloutLoop:
             if stale:
                 self._buffer.wait(group)
 
-    async def _collected(self, rollout: Rollout) -> Any:
+    async def _collected(self, rollout: RolloutContext) -> Any:
         try:
             return await guarded(self._collect, rollout)
         except UserFunctionError as e:
@@ -266,4 +268,4 @@ class RolloutLoop:
                     )
                 if not group.finished or any(s.reward is None for s in group.samples):
                     raise ValueError(f"{name} returned an unfinished group for {group.prompt.source}")
-        return sorted(groups, key=lambda g: g.prompt.ordinal)
+        return sorted(groups, key=lambda g: g.prompt.prompt_id)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from relax_data.types import Sample, SampleGroup, SampleStatus
 
 from relax_rollout.concurrency import cancel_all, gather_or_cancel
-from relax_rollout.engines.router import EnginePool
+from relax_rollout.engines.router import EngineRouter
 from relax_rollout.generation.generate import (
     GenerateFunction,
     GenerationContext,
@@ -15,7 +15,7 @@ from relax_rollout.generation.generate import (
     run_generate_function,
 )
 from relax_rollout.rewards.base import RewardFunction
-from relax_rollout.timer import PhaseClock
+from relax_rollout.timer import PhaseTimer
 
 MAX_FOREIGN_ABORTS = 8
 """Times that an engine may abort a request without being asked (paused by someone else) before it is an error."""
@@ -31,18 +31,18 @@ class GroupRunner:
 
     def __init__(
         self,
-        pool: EnginePool,
+        router: EngineRouter,
         context: GenerationContext,
         *,
         generate: GenerateFunction,
         reward: RewardFunction,
-        clock: PhaseClock,
+        timer: PhaseTimer,
     ) -> None:
-        self.pool = pool
+        self.router = router
         self.context = context
         self._generate = generate
         self._reward = reward
-        self._clock = clock
+        self._timer = timer
         self.restarted = 0
         """Samples whose tokens were thrown away."""
         self.steps = 0
@@ -54,7 +54,7 @@ class GroupRunner:
         """Generates and scores what ``group`` lacks.
 
         Returns:
-            True when it is whole and scored, False when the pool was told to abort and interrupted it.
+            True when it is whole and scored, False when the router was told to abort and interrupted it.
 
         Raises:
             EngineDied, GenerationError, RewardError: whichever comes first; the other samples are cancelled.
@@ -91,7 +91,7 @@ class GroupRunner:
             self.steps += 1
             if sample.status is SampleStatus.ABORTED:
                 self.interrupted(sample)
-                if self.pool.closed:
+                if self.router.closed:
                     return
                 aborts += 1
                 if aborts == MAX_FOREIGN_ABORTS:
@@ -105,14 +105,14 @@ class GroupRunner:
     async def _score(self, target: Sample | SampleGroup, name: str) -> None:
         self.scoring[id(target)] = name
         try:
-            with self._clock.scoring():
+            with self._timer.scoring():
                 await self._reward(target)
         finally:
             del self.scoring[id(target)]
         self.steps += 1
 
 
-class RunningGroups:
+class InflightGroups:
     """Groups that a runner works on at the same time.
 
     Args:
@@ -124,7 +124,7 @@ class RunningGroups:
         self,
         runner: GroupRunner,
         *,
-        on_wait: Callable[["RunningGroups"], None],
+        on_wait: Callable[["InflightGroups"], None],
         interval_s: float,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
@@ -145,12 +145,12 @@ class RunningGroups:
     @property
     def waiting_for(self) -> str:
         """What is still running, for messages."""
-        parts = [f"{n} requests at {name}" for name, n in self._runner.pool.running.items() if n]
+        parts = [f"{n} requests at {name}" for name, n in self._runner.router.running.items() if n]
         if self._runner.scoring:
             parts.append(
                 f"the reward of {len(self._runner.scoring)}, first {next(iter(self._runner.scoring.values()))}"
             )
-        rows = sorted(self._tasks.values(), key=lambda g: g.prompt.ordinal)
+        rows = sorted(self._tasks.values(), key=lambda g: g.prompt.prompt_id)
         return ", ".join(parts or ["nothing"]) + (f"; first prompt {rows[0].prompt.source}" if rows else "")
 
     async def next_finished(self) -> list[SampleGroup]:
@@ -176,24 +176,24 @@ class RunningGroups:
         groups: list[tuple[SampleGroup, bool]] = []
         deadline = time.monotonic() + ABORT_DEADLINE_S
         while self._tasks:
-            await self._runner.pool.abort_all()
+            await self._runner.router.abort_all()
             groups += await self._wait(ABORT_RETRY_S, asyncio.ALL_COMPLETED)
-            if any(self._runner.pool.running.values()) and time.monotonic() > deadline:
+            if any(self._runner.router.running.values()) and time.monotonic() > deadline:
                 raise TimeoutError(f"requests were not aborted within {ABORT_DEADLINE_S:.0f} s: {self.waiting_for}")
         return groups
 
     async def cancel(self) -> None:
         """Drops everything that runs, after an error: no task is left, and the engines are told."""
-        running = self._runner.pool.snapshot()
+        running = self._runner.router.snapshot()
         await cancel_all(self._tasks)
         self._tasks.clear()
-        await self._runner.pool.abort_quietly(running)
+        await self._runner.router.abort_quietly(running)
 
     async def _wait(
         self, timeout_s: float, return_when: str = asyncio.FIRST_COMPLETED
     ) -> list[tuple[SampleGroup, bool]]:
         finished, _ = await asyncio.wait(self._tasks, timeout=timeout_s, return_when=return_when)
-        pairs = sorted(((self._tasks.pop(t), t) for t in finished), key=lambda pair: pair[0].prompt.ordinal)
+        pairs = sorted(((self._tasks.pop(t), t) for t in finished), key=lambda pair: pair[0].prompt.prompt_id)
         errors = [e for _, task in pairs if (e := task.exception()) is not None]
         if errors:
             raise errors[0]

@@ -16,7 +16,7 @@ def group_to_state(group: SampleGroup) -> dict[str, Any]:
 
     return {
         "prompt": {
-            "ordinal": prompt.ordinal,
+            "prompt_id": prompt.prompt_id,
             "epoch": prompt.epoch,
             "source": prompt.source,
             "text": prompt.text,

@@ -40,7 +40,7 @@ class Offload:
         if self.asleep:
             return
         self._optimizer.megatron.zero_grad()  # the shards' own gradients
-        device = self._model.layout.device
+        device = self._model.parallel.device
         gradients = _storages(self._gradient_tensors(), device)
         kept = _storages(self._state_tensors(), device)
         for key in gradients:
@@ -60,7 +60,7 @@ class Offload:
         """Takes the memory back and fills it with what was there; gradients are zero. Harmless when awake."""
         if not self.asleep:
             return
-        device = self._model.layout.device
+        device = self._model.parallel.device
         for storage, size in [*self._kept, *self._dropped]:
             storage.resize_(size)
         for piece, host in self._pieces(device):

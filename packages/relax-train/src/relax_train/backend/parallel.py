@@ -15,7 +15,7 @@ from relax_train.settings.parallel import ParallelSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class ParallelState:
     """Place of this rank in the parallel layout.
 
     Groups: ``dp_group`` holds the ranks with the same model and sequence part but other samples, ``dp_cp_group`` those
@@ -80,7 +80,9 @@ class Layout:
         }
 
 
-def setup_layout(parallel: ParallelSettings, *, seed: int = 1234, timeout: timedelta = timedelta(minutes=30)) -> Layout:
+def setup_parallel(
+    parallel: ParallelSettings, *, seed: int = 1234, timeout: timedelta = timedelta(minutes=30)
+) -> ParallelState:
     """Joins the process group, makes the parallel groups and seeds the random numbers of this rank.
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set; missing ones mean a single process. A
@@ -122,7 +124,7 @@ def setup_layout(parallel: ParallelSettings, *, seed: int = 1234, timeout: timed
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
     ps = parallel_state
-    return Layout(
+    return ParallelState(
         rank=rank,
         world_size=world,
         local_rank=local_rank,
@@ -179,7 +181,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def teardown_layout() -> None:
+def teardown_parallel() -> None:
     """Leaves all groups; harmless when there is none."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():

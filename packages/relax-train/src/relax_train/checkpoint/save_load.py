@@ -26,7 +26,7 @@ import torch.distributed as dist
 from relax_train.backend.device import DeviceContext, has_cuda
 from relax_train.backend.mcore import VERSION, tensor_parallel
 from relax_train.backend.optimizer import Optimizer
-from relax_train.backend.parallel import Layout
+from relax_train.backend.parallel import ParallelState
 from relax_train.checkpoint.folders import CheckpointError, latest_rollout, prune, publish, rollout_folder, set_latest
 from relax_train.checkpoint.manifest import (
     FORMAT,
@@ -69,7 +69,7 @@ class Loaded:
     optimizer: bool
 
 
-def _on_first_rank(layout: Layout, action: Callable[[], T]) -> T:
+def _on_first_rank(parallel: ParallelState, action: Callable[[], T]) -> T:
     """Result of ``action``, which only rank 0 runs; collective.
 
     Raises:
@@ -78,11 +78,11 @@ def _on_first_rank(layout: Layout, action: Callable[[], T]) -> T:
     box: list[T | None] = [None]
 
     def act() -> None:
-        if layout.rank == 0:
+        if parallel.rank == 0:
             box[0] = action()
 
-    on_every_rank(layout, act)
-    dist.broadcast_object_list(box, src=0, group=layout.gloo_group)
+    on_every_rank(parallel, act)
+    dist.broadcast_object_list(box, src=0, group=parallel.gloo_group)
     return box[0]  # type: ignore[return-value]
 
 
@@ -112,24 +112,24 @@ def save_checkpoint(
         CheckpointError: on every rank, when any of them could not write. What was there before is untouched and
             ``latest`` still names it; the message has the path and the free space.
     """
-    directory, layout = Path(directory).absolute(), model.layout
+    directory, parallel = Path(directory).absolute(), model.parallel
     target = rollout_folder(directory, rollout_id)
     unfinished = target.with_name(target.name + ".tmp")
     state = sharded_state(model, optimizer)
     size = torch.tensor(local_bytes(state))
-    dist.all_reduce(size, group=layout.gloo_group)
+    dist.all_reduce(size, group=parallel.gloo_group)
     manifest = _manifest(rollout_id, model, optimizer, extra or {})
     try:
-        _on_first_rank(layout, lambda: _prepare(unfinished, manifest))
-        on_every_rank(layout, lambda: _write_rng(unfinished, layout))
-        write_state(state, unfinished, layout)
-        _on_first_rank(layout, lambda: _finish(unfinished, target))
+        _on_first_rank(parallel, lambda: _prepare(unfinished, manifest))
+        on_every_rank(parallel, lambda: _write_rng(unfinished, parallel))
+        write_state(state, unfinished, parallel)
+        _on_first_rank(parallel, lambda: _finish(unfinished, target))
     except CheckpointError as error:
         give_up = functools.partial(_give_up, error, unfinished, target, int(size))
-        text = _on_first_rank(layout, give_up)
+        text = _on_first_rank(parallel, give_up)
         raise CheckpointError(text) from error
     if keep is not None:
-        _on_first_rank(layout, lambda: prune(directory, keep))
+        _on_first_rank(parallel, lambda: prune(directory, keep))
     return target
 
 
@@ -165,8 +165,8 @@ def _manifest(rollout_id: int, model: Model, optimizer: Optimizer, extra: dict[s
     return {
         "format": FORMAT,
         "rollout_id": rollout_id,
-        "world_size": model.layout.world_size,
-        "layout": model.layout.signature,
+        "world_size": model.parallel.world_size,
+        "layout": model.parallel.signature,
         "dtype": _dtype_name(model),
         "model": architecture(model.config_json),
         "megatron_core": VERSION,
@@ -175,17 +175,17 @@ def _manifest(rollout_id: int, model: Model, optimizer: Optimizer, extra: dict[s
     }
 
 
-def _write_rng(folder: Path, layout: Layout) -> None:
+def _write_rng(folder: Path, parallel: ParallelState) -> None:
     with DeviceContext():
         tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(layout.device) if has_cuda() else None,
+        "cuda": torch.cuda.get_rng_state(parallel.device) if has_cuda() else None,
         "megatron": tracker,
     }
-    torch.save(state, folder / f"rng_{layout.rank}.pt")
+    torch.save(state, folder / f"rng_{parallel.rank}.pt")
 
 
 # ---------------------------------------------------------------------- load
@@ -216,9 +216,9 @@ def load_checkpoint(
         ValueError: the optimizer state was written under another layout or in another precision; the message names the
             flag.
     """
-    directory, layout = Path(directory).absolute(), model.layout
+    directory, parallel = Path(directory).absolute(), model.parallel
     try:
-        found = _on_first_rank(layout, lambda: find(directory, rollout_id))
+        found = _on_first_rank(parallel, lambda: find(directory, rollout_id))
     except CheckpointError as error:
         raise CheckpointError(f"--load: {error}") from error
     if found is None:
@@ -230,13 +230,13 @@ def load_checkpoint(
     if optimizer is not None:
         _check_fit(manifest, model, folder)
     try:
-        on_every_rank(layout, lambda: check_files(folder))
-        on_every_rank(layout, lambda: read_state(model, optimizer, folder))
+        on_every_rank(parallel, lambda: check_files(folder))
+        on_every_rank(parallel, lambda: read_state(model, optimizer, folder))
         if optimizer is not None:
             with DeviceContext():
                 optimizer.scheduler.num_steps = 0  # megatron adds what it loads
                 optimizer.scheduler.load_state_dict(_schedule(manifest["scheduler"], optimizer))
-            on_every_rank(layout, lambda: _read_rng(folder, manifest, layout))
+            on_every_rank(parallel, lambda: _read_rng(folder, manifest, parallel))
     except CheckpointError as error:
         raise CheckpointError(f"--load: cannot read {folder}: {error}. {way_out(folder)}") from error
     return Loaded(manifest["rollout_id"], manifest["extra"], optimizer is not None)
@@ -249,7 +249,7 @@ def _check_fit(manifest: dict[str, Any], model: Model, folder: Path) -> None:
         ValueError: the message names the flag.
     """
     for problem in (
-        layout_problem(manifest, model.layout.signature, folder),
+        layout_problem(manifest, model.parallel.signature, folder),
         precision_problem(manifest, _dtype_name(model), folder),
     ):
         if problem is not None:
@@ -265,10 +265,10 @@ def _schedule(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     return {**optimizer.state_dict(), "num_steps": saved["num_steps"]}
 
 
-def _read_rng(folder: Path, manifest: dict[str, Any], layout: Layout) -> None:
-    if manifest["world_size"] != layout.world_size or manifest["layout"] != layout.signature:
+def _read_rng(folder: Path, manifest: dict[str, Any], parallel: ParallelState) -> None:
+    if manifest["world_size"] != parallel.world_size or manifest["layout"] != parallel.signature:
         return  # other ranks, other streams: the seeds of the start stand
-    file = folder / f"rng_{layout.rank}.pt"
+    file = folder / f"rng_{parallel.rank}.pt"
     try:
         state = torch.load(file, weights_only=False)
     except Exception as error:  # unpickling raises what it likes
@@ -277,7 +277,7 @@ def _read_rng(folder: Path, manifest: dict[str, Any], layout: Layout) -> None:
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if has_cuda() and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], layout.device)
+        torch.cuda.set_rng_state(state["cuda"], parallel.device)
     with DeviceContext():
         tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
 
@@ -302,9 +302,9 @@ def save_hf(
     Raises:
         CheckpointError: on every rank, when rank 0 could not write. A folder that was there before is untouched.
     """
-    target, layout = Path(directory).absolute(), model.layout
+    target, parallel = Path(directory).absolute(), model.parallel
     unfinished = target.with_name(target.name + ".tmp")
-    writer = _HFWriter(unfinished, max_shard_bytes) if layout.rank == 0 else None
+    writer = _HFWriter(unfinished, max_shard_bytes) if parallel.rank == 0 else None
     error: Exception | None = None
     for bucket in weight_buckets(model, bucket_bytes):
         if writer is not None and error is None:
@@ -320,9 +320,9 @@ def save_hf(
             publish(unfinished, target)
     except Exception as caught:
         error = caught
-    problem = agree(layout, error)
+    problem = agree(parallel, error)
     if problem is not None:
-        if layout.rank == 0:
+        if parallel.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         existing = next((p for p in target.parents if p.exists()), Path("/"))
         free = shutil.disk_usage(existing).free

@@ -27,7 +27,7 @@ from relax_train.backend.mcore import (
     to_torch_checkpoint,
 )
 from relax_train.backend.optimizer import Optimizer
-from relax_train.backend.parallel import Layout
+from relax_train.backend.parallel import ParallelState
 from relax_train.checkpoint.folders import CheckpointError
 from relax_train.models.build import Model
 
@@ -44,15 +44,15 @@ def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def agree(layout: Layout, error: BaseException | None) -> str | None:
+def agree(parallel: ParallelState, error: BaseException | None) -> str | None:
     """Collective: the first error of any rank as text, or None when there was none."""
     mine = None if error is None else _reason(error)
-    every: list[str | None] = [None] * layout.world_size
-    dist.all_gather_object(every, mine, group=layout.gloo_group)
+    every: list[str | None] = [None] * parallel.world_size
+    dist.all_gather_object(every, mine, group=parallel.gloo_group)
     return next((text for text in every if text is not None), None)
 
 
-def on_every_rank(layout: Layout, action: Callable[[], object]) -> None:
+def on_every_rank(parallel: ParallelState, action: Callable[[], object]) -> None:
     """Runs ``action``; collective.
 
     Raises:
@@ -63,25 +63,25 @@ def on_every_rank(layout: Layout, action: Callable[[], object]) -> None:
         action()
     except (Exception, CheckpointException) as caught:  # torch's derives from BaseException
         error = caught
-    problem = agree(layout, error)
+    problem = agree(parallel, error)
     if problem is not None:
         raise CheckpointError(problem) from error
 
 
-def _metadata(layout: Layout) -> dict[str, Any]:
+def _metadata(parallel: ParallelState) -> dict[str, Any]:
     return {
         # The only format of the distributed optimizer that loads with torch's AdamW.
         "distrib_optim_sharding_type": "dp_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
-        "dp_cp_group": layout.dp_cp_group,
+        "dp_cp_group": parallel.dp_cp_group,
     }
 
 
 def sharded_state(model: Model, optimizer: Optimizer | None, *, loading: bool = False) -> ShardedState:
     """megatron-core's description of this rank's weights, and of its optimizer state if one is given."""
-    metadata = _metadata(model.layout)
+    metadata = _metadata(model.parallel)
     with DeviceContext(), torch.no_grad():
         state: ShardedState = {"model": model.gpt[0].sharded_state_dict(metadata=metadata)}
         if optimizer is not None:
@@ -102,7 +102,7 @@ def local_bytes(state: Any) -> int:
     return 0
 
 
-def write_state(state: ShardedState, folder: Path, layout: Layout) -> None:
+def write_state(state: ShardedState, folder: Path, parallel: ParallelState) -> None:
     """Writes the sharded state into an empty folder; collective.
 
     Raises:
@@ -112,11 +112,11 @@ def write_state(state: ShardedState, folder: Path, layout: Layout) -> None:
         sharded, common = save_preprocess(state, True)
 
     def write_small_files() -> None:
-        if layout.rank == 0:
+        if parallel.rank == 0:
             torch.save(common, folder / _COMMON)
             save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
-    on_every_rank(layout, write_small_files)
+    on_every_rank(parallel, write_small_files)
     try:
         with DeviceContext():
             torch_checkpoint.save(
@@ -124,7 +124,7 @@ def write_state(state: ShardedState, folder: Path, layout: Layout) -> None:
                 # One thread: with more, torch loses the errors of all but the first.
                 storage_writer=torch_checkpoint.FileSystemWriter(folder, thread_count=1, sync_files=True),
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-                process_group=layout.gloo_group,
+                process_group=parallel.gloo_group,
             )
     except CheckpointException as caught:
         raise CheckpointError(_reason(caught)) from caught

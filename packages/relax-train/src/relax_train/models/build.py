@@ -2,14 +2,14 @@
 
 What others build on (all of it inside ``with DeviceContext():`` of :mod:`relax_train.backend.device`)::
 
-    layout = setup_layout(settings.parallel, seed=settings.model.seed)       # relax_train.backend.parallel
-    model = build_model(settings, layout)                                     # DDP-wrapped; weights not yet set
+    parallel = setup_parallel(settings.parallel, seed=settings.model.seed)       # relax_train.backend.parallel
+    model = build_model(settings, parallel)                                     # DDP-wrapped; weights not yet set
     load_hf_weights(model, settings.model.hf_checkpoint)                      # relax_train.models.hf_mapping
     optimizer = build_optimizer(settings, model, total_steps=...)             # relax_train.backend.optimizer
     for chunk in model.chunks: chunk(tokens, position_ids, None, packed_seq_params=...)
     optimizer.zero_grad(); ...schedule...; result = optimizer.step()          # also the learning-rate schedule
 
-``build_model(settings, layout, trainable=False)`` gives a model without gradient buffers (a reference model).
+``build_model(settings, parallel, trainable=False)`` gives a model without gradient buffers (a reference model).
 
 A chunk takes one packed row: ``tokens`` and ``position_ids`` int64 ``[1, tokens of this context-parallel rank]``
 (``position_ids`` is not used by rotary embedding but megatron wants it), ``packed_seq_params`` with
@@ -37,7 +37,7 @@ from relax_train.backend.mcore import (
     GPTModel,
     TransformerConfig,
 )
-from relax_train.backend.parallel import Layout
+from relax_train.backend.parallel import ParallelState
 from relax_train.models.experts import use_grouped_products
 from relax_train.models.layers import stage_spec
 from relax_train.settings import TrainSettings
@@ -65,7 +65,7 @@ class Model:
 
     chunks: list[Any]
     config: TransformerConfig
-    layout: Layout
+    parallel: ParallelState
     hf_config: Any
     hf_folder: str
     config_json: dict[str, Any]
@@ -183,9 +183,9 @@ def _moe_options(hf_config: Any) -> dict[str, Any]:
     }
 
 
-def transformer_config(settings: TrainSettings, layout: Layout, hf_config: Any) -> TransformerConfig:
+def transformer_config(settings: TrainSettings, parallel: ParallelState, hf_config: Any) -> TransformerConfig:
     """megatron-core's configuration of the model."""
-    parallel, dtype = settings.parallel, default_dtype(settings.model.bf16)
+    options, dtype = settings.parallel, default_dtype(settings.model.bf16)
     heads = hf_config.num_attention_heads
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
@@ -206,21 +206,21 @@ def transformer_config(settings: TrainSettings, layout: Layout, hf_config: Any) 
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        tensor_model_parallel_size=layout.tp_size,
-        pipeline_model_parallel_size=layout.pp_size,
-        context_parallel_size=layout.cp_size,
-        expert_model_parallel_size=layout.ep_size,
-        expert_tensor_parallel_size=layout.etp_size,
-        sequence_parallel=parallel.sequence_parallel,
-        variable_seq_lengths=layout.pp_size > 1,
+        tensor_model_parallel_size=parallel.tp_size,
+        pipeline_model_parallel_size=parallel.pp_size,
+        context_parallel_size=parallel.cp_size,
+        expert_model_parallel_size=parallel.ep_size,
+        expert_tensor_parallel_size=parallel.etp_size,
+        sequence_parallel=options.sequence_parallel,
+        variable_seq_lengths=parallel.pp_size > 1,
         batch_p2p_sync=has_cuda(),
         calculate_per_token_loss=True,
         # Although every weight comes from a checkpoint: megatron marks how a weight is cut while it initialises it.
         perform_initialization=True,
         use_cpu_initialization=not has_cuda(),
-        recompute_granularity=parallel.recompute_granularity,
-        recompute_method=parallel.recompute_method,
-        recompute_num_layers=parallel.recompute_num_layers,
+        recompute_granularity=options.recompute_granularity,
+        recompute_method=options.recompute_method,
+        recompute_num_layers=options.recompute_num_layers,
         # "allgather" refuses sequences of varying length, also in a dense model.
         moe_token_dispatcher_type="alltoall",
         # Fused kernels of apex and TransformerEngine.
@@ -244,7 +244,9 @@ def _mask_padding(layer: torch.nn.Module, padding: int) -> None:
     layer.register_forward_hook(hook)
 
 
-def build_model(settings: TrainSettings, layout: Layout, *, folder: str | None = None, trainable: bool = True) -> Model:
+def build_model(
+    settings: TrainSettings, parallel: ParallelState, *, folder: str | None = None, trainable: bool = True
+) -> Model:
     """Builds this rank's part of the model; its weights are undefined until they are loaded.
 
     Args:
@@ -256,16 +258,16 @@ def build_model(settings: TrainSettings, layout: Layout, *, folder: str | None =
     """
     folder = folder or settings.model.hf_checkpoint
     hf_config = load_hf_config(folder)
-    problems = settings.parallel.model_problems(hf_config.to_dict(), layout.world_size)
+    problems = settings.parallel.model_problems(hf_config.to_dict(), parallel.world_size)
     if problems:
         raise ValueError("; ".join(problems))
     vocab = hf_config.vocab_size
-    padded = -(-vocab // layout.tp_size) * layout.tp_size
+    padded = -(-vocab // parallel.tp_size) * parallel.tp_size
     layers = expert_layers(hf_config)
-    per_stage = len(layers) // layout.pp_size
-    first = layout.pp_rank * per_stage
+    per_stage = len(layers) // parallel.pp_size
+    first = parallel.pp_rank * per_stage
     with DeviceContext():
-        config = transformer_config(settings, layout, hf_config)
+        config = transformer_config(settings, parallel, hf_config)
         gpt = GPTModel(
             config=config,
             transformer_layer_spec=stage_spec(
@@ -273,13 +275,13 @@ def build_model(settings: TrainSettings, layout: Layout, *, folder: str | None =
             ),
             vocab_size=padded,
             max_sequence_length=hf_config.max_position_embeddings,
-            pre_process=layout.is_first_stage,
-            post_process=layout.is_last_stage,
+            pre_process=parallel.is_first_stage,
+            post_process=parallel.is_last_stage,
             position_embedding_type="none",  # PackedAttention rotates, all documents of a row at once
             share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
-        ).to(layout.device)
+        ).to(parallel.device)
         use_grouped_products(gpt)
-        if layout.is_last_stage and padded > vocab and layout.tp_rank == layout.tp_size - 1:
+        if parallel.is_last_stage and padded > vocab and parallel.tp_rank == parallel.tp_size - 1:
             _mask_padding(gpt.output_layer, padded - vocab)
         chunk: Any = gpt
         if trainable:
@@ -291,7 +293,7 @@ def build_model(settings: TrainSettings, layout: Layout, *, folder: str | None =
     return Model(
         chunks=[chunk],
         config=config,
-        layout=layout,
+        parallel=parallel,
         hf_config=hf_config,
         hf_folder=folder,
         config_json=read_hf_config(folder),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from relax_train.backend.device import DeviceContext
-from relax_train.backend.parallel import Layout
+from relax_train.backend.parallel import ParallelState
 from relax_train.models.build import Model
 from relax_train.models.hf_mapping import Entry, entries, is_copy
 
@@ -39,25 +39,25 @@ class _Item:
 
 
 def _own_entries(model: Model) -> list[Entry]:
-    return [entry for entry in entries(model) if not is_copy(entry, model.layout)]
+    return [entry for entry in entries(model) if not is_copy(entry, model.parallel)]
 
 
 def _items(model: Model, own: list[Entry]) -> list[_Item]:
     """All tensors of the model in one order that every rank agrees on: stages, then layers, then experts."""
     if model in _KNOWN:
         return _KNOWN[model]
-    layout = model.layout
+    parallel = model.parallel
     mine = [(e.names, [tuple(s) for s in e.full_shapes()], e.expert is not None) for e in own]
     every: list[tuple[int, int, list[tuple[tuple[str, ...], list[tuple[int, ...]], bool]]]]
-    every = [(0, 0, [])] * layout.world_size
-    dist.all_gather_object(every, (layout.pp_rank, layout.ep_rank, mine), group=layout.gloo_group)
+    every = [(0, 0, [])] * parallel.world_size
+    dist.all_gather_object(every, (parallel.pp_rank, parallel.ep_rank, mine), group=parallel.gloo_group)
     held = {(stage, ep_rank): listed for stage, ep_rank, listed in every}
     items = []
-    for stage in range(layout.pp_size):
+    for stage in range(parallel.pp_size):
         indices = range(len(held[stage, 0]))
         for is_expert, run in itertools.groupby(indices, key=lambda i: held[stage, 0][i][2]):
             positions = list(run)
-            for ep_rank in range(layout.ep_size) if is_expert else (None,):
+            for ep_rank in range(parallel.ep_size) if is_expert else (None,):
                 for index in positions:
                     names, shapes, _ = held[stage, ep_rank or 0][index]
                     for part, (name, shape) in enumerate(zip(names, shapes, strict=True)):
@@ -100,22 +100,22 @@ def _gather_parts(entry: Entry, part: int, out: torch.Tensor) -> None:
     out.view(out.size(0), entry.parts, -1).copy_(gathered.view(entry.parts, *piece.shape).transpose(0, 1))
 
 
-def _fill(group: list[_Item], flat: torch.Tensor, own: list[Entry], layout: Layout) -> None:
+def _fill(group: list[_Item], flat: torch.Tensor, own: list[Entry], parallel: ParallelState) -> None:
     """Fills the flat bucket on all ranks."""
     sizes = [item.numel for item in group]
     offsets = [0, *itertools.accumulate(sizes)]
-    if layout.pp_rank == group[0].stage:
+    if parallel.pp_rank == group[0].stage:
         for item, offset in zip(group, offsets, strict=False):
-            if item.ep_rank in (None, layout.ep_rank):
+            if item.ep_rank in (None, parallel.ep_rank):
                 _gather_parts(own[item.index], item.part, flat[offset : offset + item.numel].view(item.shape))
-        if layout.ep_size > 1:
+        if parallel.ep_size > 1:
             for ep_rank, run in itertools.groupby(range(len(group)), key=lambda i: group[i].ep_rank):
                 if ep_rank is not None:
                     positions = list(run)
                     span = flat[offsets[positions[0]] : offsets[positions[-1] + 1]]
-                    dist.broadcast(span, dist.get_global_rank(layout.ep_group, ep_rank), group=layout.ep_group)
-    if layout.pp_size > 1:
-        dist.broadcast(flat, dist.get_global_rank(layout.pp_group, group[0].stage), group=layout.pp_group)
+                    dist.broadcast(span, dist.get_global_rank(parallel.ep_group, ep_rank), group=parallel.ep_group)
+    if parallel.pp_size > 1:
+        dist.broadcast(flat, dist.get_global_rank(parallel.pp_group, group[0].stage), group=parallel.pp_group)
 
 
 def weight_buckets(model: Model, max_bytes: int) -> Iterator[Bucket]:
@@ -137,8 +137,8 @@ def weight_buckets(model: Model, max_bytes: int) -> Iterator[Bucket]:
     for group in _group_items(items, max(1, max_bytes // itemsize)):
         with DeviceContext(), torch.no_grad():
             total = sum(item.numel for item in group)
-            flat = torch.empty(total, dtype=model.dtype, device=model.layout.device)
-            _fill(group, flat, own, model.layout)
+            flat = torch.empty(total, dtype=model.dtype, device=model.parallel.device)
+            _fill(group, flat, own, model.parallel)
             pieces = flat.split([item.numel for item in group])
             bucket = [(item.name, piece.view(item.shape)) for item, piece in zip(group, pieces, strict=True)]
         del flat, pieces

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from relax_train.backend.device import DeviceContext
-from relax_train.backend.parallel import Layout
+from relax_train.backend.parallel import ParallelState
 from relax_train.models.build import Model
 
 Tensors = list[torch.Tensor]
@@ -104,9 +104,9 @@ def _mlp_entries(mlp: Any, prefix: str, group: dist.ProcessGroup, expert: int | 
 
 
 def _layer_entries(layer: Any, model: Model) -> Iterator[Entry]:
-    layout, config = model.layout, model.config
+    parallel, config = model.parallel, model.config
     prefix = f"model.layers.{layer.layer_number - 1}."
-    attention, tp = layer.self_attention, layout.tp_group
+    attention, tp = layer.self_attention, parallel.tp_group
     yield Entry(layer.input_layernorm.weight, (f"{prefix}input_layernorm.weight",))
     qkv = _QKV(config.num_attention_heads // config.num_query_groups, config.kv_channels)
     for kind in ("weight", "bias") if config.add_qkv_bias else ("weight",):
@@ -122,9 +122,9 @@ def _layer_entries(layer: Any, model: Model) -> Iterator[Entry]:
         yield from _mlp_entries(layer.mlp, f"{prefix}mlp.", tp)
         return
     yield Entry(layer.mlp.router.weight, (f"{prefix}mlp.gate.weight",))
-    first = layout.ep_rank * len(experts.local_experts)
+    first = parallel.ep_rank * len(experts.local_experts)
     for i, expert in enumerate(experts.local_experts, start=first):
-        yield from _mlp_entries(expert, f"{prefix}mlp.experts.{i}.", layout.etp_group, expert=i)
+        yield from _mlp_entries(expert, f"{prefix}mlp.experts.{i}.", parallel.etp_group, expert=i)
 
 
 def entries(model: Model) -> Iterator[Entry]:
@@ -132,7 +132,7 @@ def entries(model: Model) -> Iterator[Entry]:
 
     Where the last pipeline stage keeps a copy of a tied embedding, that is the last entry (:func:`is_copy`).
     """
-    tp, rows = model.layout.tp_group, model.vocab_size
+    tp, rows = model.parallel.tp_group, model.vocab_size
     for gpt in model.gpt:
         if gpt.pre_process:
             yield Entry(gpt.embedding.word_embeddings.weight, (EMBEDDING,), 0, tp, rows=rows)
@@ -146,9 +146,9 @@ def entries(model: Model) -> Iterator[Entry]:
                 yield Entry(gpt.output_layer.weight, (EMBEDDING,), 0, tp, rows=rows)
 
 
-def is_copy(entry: Entry, layout: Layout) -> bool:
+def is_copy(entry: Entry, parallel: ParallelState) -> bool:
     """True for the last stage's copy of a tied embedding, which is no tensor of its own."""
-    return entry.names == (EMBEDDING,) and not layout.is_first_stage
+    return entry.names == (EMBEDDING,) and not parallel.is_first_stage
 
 
 class SafetensorsFolder:

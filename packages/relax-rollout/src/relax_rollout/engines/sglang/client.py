@@ -15,10 +15,10 @@ import httpx
 from relax_data.types import WeightVersion
 
 from relax_rollout.engines.base import GenerateRequest, GenerateResult, MemoryTag, PauseMode
-from relax_rollout.engines.sglang.inflight import Flight, Flights
+from relax_rollout.engines.sglang.inflight import InflightRequest, InflightRequests
 from relax_rollout.engines.sglang.messages import ResponseBuilder, generate_body, read_answer
 from relax_rollout.engines.sglang.transport import Transport
-from relax_rollout.engines.sglang.weight_status import Weights, WeightsIncomplete
+from relax_rollout.engines.sglang.weight_status import WeightsIncomplete, WeightStatus
 
 _PUSH_POLL_S = 0.1
 
@@ -58,7 +58,7 @@ class SGLangEngine:
         self._track = track_versions_in_flight
         self._generate_timeout_s, self._control_timeout_s = generate_timeout_s, control_timeout_s
         self._update_timeout_s = update_timeout_s
-        self._flights = Flights(self._transport, silence_deadline_s=silence_deadline_s)
+        self._inflight = InflightRequests(self._transport, silence_deadline_s=silence_deadline_s)
         self._version: WeightVersion | None = None
         self._asking: asyncio.Task[WeightVersion] | None = None
         self._released: set[MemoryTag] = set()
@@ -77,7 +77,7 @@ class SGLangEngine:
 
     async def close(self) -> None:
         """Closes its connections; the server goes on."""
-        self._flights.close()
+        self._inflight.close()
         await self._transport.close()
 
     # ------------------------------------------------------------------ generation
@@ -96,31 +96,31 @@ class SGLangEngine:
             raise ValueError(f"request {request.rid}: max_new_tokens is {request.sampling.max_new_tokens}, need 1")
         if self._released:
             raise WeightsIncomplete(f"{self._name} does not generate: {sorted(self._released)} memory is released")
-        if not self._flights:
+        if not self._inflight:
             self._version = None
-        with self._flights.entered(request.rid) as flight:
-            flight.task = asyncio.ensure_future(self._fly(request, flight))
+        with self._inflight.entered(request.rid) as inflight:
+            inflight.task = asyncio.ensure_future(self._fly(request, inflight))
             try:
                 async with asyncio.timeout(self._generate_timeout_s):
-                    return await flight.task
+                    return await inflight.task
             except asyncio.CancelledError:
-                if flight.failure is not None:
-                    raise flight.failure from None
-                self._flights.abandon(flight)
+                if inflight.failure is not None:
+                    raise inflight.failure from None
+                self._inflight.abandon(inflight)
                 raise
             except TimeoutError as error:
-                if not flight.task.cancelled():
+                if not inflight.task.cancelled():
                     raise
-                self._flights.abandon(flight)
+                self._inflight.abandon(inflight)
                 raise TimeoutError(
                     f"{self._name}: request {request.rid} was not finished after {self._generate_timeout_s:.0f} s"
                 ) from error
 
-    async def _fly(self, request: GenerateRequest, flight: Flight) -> GenerateResult:
+    async def _fly(self, request: GenerateRequest, inflight: InflightRequest) -> GenerateResult:
         version = await self._version_at_start()
-        if flight.aborted:
+        if inflight.aborted:
             return GenerateResult(tokens=[], log_probs=[], versions=[], finish_reason="abort")
-        body = generate_body(request, flight.server_rid, stream=self._track)
+        body = generate_body(request, inflight.server_rid, stream=self._track)
         builder = ResponseBuilder(self._name, version)
         if self._track:
             await self._collect_stream(body, builder)
@@ -174,7 +174,7 @@ class SGLangEngine:
 
     async def abort(self, rid: str | None = None) -> None:
         """Ends one request of this client, or every request at the server when ``rid`` is None."""
-        await self._flights.abort(rid)
+        await self._inflight.abort(rid)
 
     # ------------------------------------------------------------------ control
 
@@ -184,10 +184,10 @@ class SGLangEngine:
         ``abort`` ends what is running (with partial results), ``in_place`` keeps it with its KV cache, ``retract``
         keeps it and computes its KV cache anew.
         """
-        if mode == "abort" and self._flights:
+        if mode == "abort" and self._inflight:
             # SGLang's own pause looks only once a second whether all have ended.
             await self.abort()
-            await self._flights.landed(2.0)
+            await self._inflight.landed(2.0)
         await self._post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -219,9 +219,9 @@ class SGLangEngine:
                 )
             await asyncio.sleep(0.05)
 
-    async def weights(self) -> Weights:
+    async def weights(self) -> WeightStatus:
         """State and version of the weights it holds."""
-        return Weights.parse((await self._get("/model_info"))["weight_version"])
+        return WeightStatus.parse((await self._get("/model_info"))["weight_version"])
 
     async def weight_version(self) -> WeightVersion:
         """The version it serves.
@@ -243,7 +243,7 @@ class SGLangEngine:
         await self.flush_cache()
         if "weights" in new:
             version = (await self.weights()).version
-            await self._set_weights(Weights("released", version))
+            await self._set_weights(WeightStatus("released", version))
         self._released.update(new)
         await self._post("/release_memory_occupation", {"tags": new})
 
@@ -274,17 +274,17 @@ class SGLangEngine:
         """
         await self.pause(mode)
         try:
-            await self._set_weights(Weights("pushing", version))
+            await self._set_weights(WeightStatus("pushing", version))
             await self._optional("/begin_weight_update")
             yield
             await self._optional("/end_weight_update")
             if mode == "abort":
                 await self.flush_cache()
-            await self._set_weights(Weights("whole", version))
+            await self._set_weights(WeightStatus("whole", version))
         except BaseException:
             self._version = None
             with contextlib.suppress(Exception):
-                await asyncio.shield(self._set_weights(Weights("broken", version)))
+                await asyncio.shield(self._set_weights(WeightStatus("broken", version)))
             raise
         self._version = version
         await self._post("/continue_generation", {})
@@ -335,7 +335,7 @@ class SGLangEngine:
             body = {"model_path": str(path), "flush_cache": False}
             await self._post("/update_weights_from_disk", body, timeout_s=self._update_timeout_s, retry=False)
 
-    async def _set_weights(self, weights: Weights) -> None:
+    async def _set_weights(self, weights: WeightStatus) -> None:
         await self._post("/update_weight_version", {"new_version": str(weights), "abort_all_requests": False})
 
     async def _optional(self, path: str) -> None:

@@ -11,14 +11,14 @@ import httpx
 
 from relax_rollout.engines.base import GenerateResult
 from relax_rollout.engines.sglang.transport import Transport
-from relax_rollout.engines.sglang.weight_status import Weights
+from relax_rollout.engines.sglang.weight_status import WeightStatus
 
 _LOOK_EVERY_S = 0.5
 _PROBE_EVERY_S = 5.0
 
 
 @dataclasses.dataclass(eq=False)
-class Flight:
+class InflightRequest:
     """One request that is at the server.
 
     Attributes:
@@ -34,12 +34,12 @@ class Flight:
     failure: Exception | None = None
 
 
-class Flights:
+class InflightRequests:
     """All requests of one client that are at the server, by the caller's id."""
 
     def __init__(self, transport: Transport, *, silence_deadline_s: float) -> None:
         self._transport, self._silence_deadline_s = transport, silence_deadline_s
-        self._by_rid: dict[str, Flight] = {}
+        self._by_rid: dict[str, InflightRequest] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._abandoning: set[asyncio.Task[None]] = set()
 
@@ -47,7 +47,7 @@ class Flights:
         return len(self._by_rid)
 
     @contextlib.contextmanager
-    def entered(self, rid: str) -> Iterator[Flight]:
+    def entered(self, rid: str) -> Iterator[InflightRequest]:
         """Holds a request among the flights.
 
         Raises:
@@ -56,31 +56,31 @@ class Flights:
         if rid in self._by_rid:
             raise ValueError(f"request id {rid} is in use at {self._transport.name}")
         # SGLang aborts by prefix of the id: a random part of fixed length in front keeps "s1" from ending "s10".
-        flight = self._by_rid[rid] = Flight(f"{uuid.uuid4().hex[:16]}-{rid}")
+        inflight = self._by_rid[rid] = InflightRequest(f"{uuid.uuid4().hex[:16]}-{rid}")
         loop = asyncio.get_running_loop()
         if self._watcher is None or self._watcher.done() or self._watcher.get_loop() is not loop:
             self._watcher = loop.create_task(self._look_after())
         try:
-            yield flight
+            yield inflight
         finally:
             del self._by_rid[rid]
 
     async def abort(self, rid: str | None) -> None:
         """Ends one request, or every request at the server (those of other clients too) when ``rid`` is None."""
         if rid is None:
-            for flight in self._by_rid.values():
-                flight.aborted = True
+            for inflight in self._by_rid.values():
+                inflight.aborted = True
             await self._abort({"abort_all": True})
         elif (found := self._by_rid.get(rid)) is not None:
             found.aborted = True
             await self._abort({"rid": found.server_rid})
 
-    def abandon(self, flight: Flight) -> None:
+    def abandon(self, inflight: InflightRequest) -> None:
         """Ends a request at the server that nobody waits for any more; the server itself would notice after seconds."""
 
         async def end() -> None:
             with contextlib.suppress(Exception):
-                await self._abort({"rid": flight.server_rid})
+                await self._abort({"rid": inflight.server_rid})
 
         task = asyncio.get_running_loop().create_task(end())
         self._abandoning.add(task)
@@ -107,9 +107,9 @@ class Flights:
         while self._by_rid:
             await asyncio.sleep(_LOOK_EVERY_S)
             # An abort that overtakes its request is lost at the server, so it is repeated until the request ends.
-            for flight in [f for f in self._by_rid.values() if f.aborted]:
+            for inflight in [f for f in self._by_rid.values() if f.aborted]:
                 with contextlib.suppress(Exception):
-                    await self._abort({"rid": flight.server_rid})
+                    await self._abort({"rid": inflight.server_rid})
             now = time.monotonic()
             if now - last_probe < _PROBE_EVERY_S:
                 continue
@@ -132,11 +132,11 @@ class Flights:
             return False, await self._transport.verdict()
         if info is None:
             return False, None
-        weights = Weights.parse(info["weight_version"])
+        weights = WeightStatus.parse(info["weight_version"])
         return True, weights.problem(self._transport.name) if weights.state == "broken" else None
 
     def _fail(self, failure: Exception) -> None:
-        for flight in self._by_rid.values():
-            if flight.task is not None and not flight.task.done():
-                flight.failure = failure
-                flight.task.cancel()
+        for inflight in self._by_rid.values():
+            if inflight.task is not None and not inflight.task.done():
+                inflight.failure = failure
+                inflight.task.cancel()

@@ -7,7 +7,7 @@ from typing import Any
 from relax_data.types import WeightVersion
 
 from relax_rollout.engines.base import GenerateRequest, GenerateResult, SamplingParams
-from relax_rollout.engines.sglang.weight_status import Weights
+from relax_rollout.engines.sglang.weight_status import WeightStatus
 
 _MODALITIES = {"image": "image_data", "video": "video_data", "audio": "audio_data"}
 
@@ -32,10 +32,10 @@ class ResponseBuilder:
         self._versions: list[WeightVersion] = []
         self._finish: dict[str, Any] | None = None
         self._cached = 0
-        self._last = Weights("whole", version)
+        self._last = WeightStatus("whole", version)
 
     @property
-    def last_weights(self) -> Weights:
+    def last_weights(self) -> WeightStatus:
         """What the engine called its weights in the latest answer."""
         return self._last
 
@@ -56,7 +56,7 @@ class ResponseBuilder:
                 "it must be asked with return_logprob"
             )
         if "weight_version" in meta:
-            self._last = Weights.parse(meta["weight_version"])
+            self._last = WeightStatus.parse(meta["weight_version"])
         # A marker means that the tokens were sampled before the push that it announces.
         if self._last.state == "whole":
             self._version = self._last.version
@@ -71,7 +71,7 @@ class ResponseBuilder:
     def _apply(self, spans: list[Mapping[str, Any]]) -> None:
         """Versions from ``{version, start, end}`` spans over the response, which newer servers return."""
         for span in spans:
-            weights = Weights.parse(span["version"])
+            weights = WeightStatus.parse(span["version"])
             if weights.state == "whole":
                 for i in range(max(0, span["start"]), min(span["end"], len(self._versions))):
                     self._versions[i] = weights.version

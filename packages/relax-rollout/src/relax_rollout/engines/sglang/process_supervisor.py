@@ -85,7 +85,7 @@ def is_tracker(pid: int) -> bool:
         return False
 
 
-class Guardian:
+class ProcessSupervisor:
     """One command and everything below it."""
 
     def __init__(self, command: list[str]) -> None:
@@ -115,9 +115,9 @@ class Guardian:
             command, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment, preexec_fn=lambda: self._in_child(me)
         )
 
-    def _in_child(self, guardian: int) -> None:
+    def _in_child(self, supervisor: int) -> None:
         self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != guardian:
+        if os.getppid() != supervisor:
             os._exit(1)
 
     def reap(self) -> None:
@@ -187,16 +187,16 @@ class Guardian:
 
 
 def main(command: list[str]) -> int:
-    guardian = Guardian(command)
+    supervisor = ProcessSupervisor(command)
     with contextlib.suppress(BrokenPipeError):
-        print(f"pid {guardian.child.pid}", flush=True)
-    guardian.watch()
-    if guardian.code is None:
-        print(f"[relax] ending the server: {guardian.reason}", file=sys.stderr, flush=True)
+        print(f"pid {supervisor.child.pid}", flush=True)
+    supervisor.watch()
+    if supervisor.code is None:
+        print(f"[relax] ending the server: {supervisor.reason}", file=sys.stderr, flush=True)
     else:
-        print(f"[relax] the server ended with exit code {guardian.code}", file=sys.stderr, flush=True)
-    guardian.end_tree()
-    return guardian.code if guardian.code is not None else 0
+        print(f"[relax] the server ended with exit code {supervisor.code}", file=sys.stderr, flush=True)
+    supervisor.end_tree()
+    return supervisor.code if supervisor.code is not None else 0
 
 
 if __name__ == "__main__":

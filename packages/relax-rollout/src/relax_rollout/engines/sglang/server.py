@@ -19,7 +19,7 @@ from relax_rollout.engines.sglang import arguments
 from relax_rollout.engines.sglang.log import last_lines, last_words
 from relax_rollout.engines.sglang.settings import SGLangSettings
 
-GUARDIAN = Path(__file__).with_name("process_supervisor.py")
+SUPERVISOR = Path(__file__).with_name("process_supervisor.py")
 # Below the range that the kernel gives to outgoing connections, so that nothing takes the port while the server loads.
 _PORTS = range(20000, 32000)
 _PORT_ATTEMPTS = 3
@@ -199,9 +199,9 @@ class SGLangServer:
             )
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log:
-            # -I and -S: the guardian is standard library only and must not load what the server's path holds.
+            # -I and -S: the supervisor is standard library only and must not load what the server's path holds.
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(GUARDIAN), *self.command()],
+                [sys.executable, "-I", "-S", str(SUPERVISOR), *self.command()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -211,7 +211,7 @@ class SGLangServer:
         self._pid = self._read_pid(self._process.stdout)
 
     def _read_pid(self, stream: IO[bytes] | None) -> int:
-        assert stream is not None, "the guardian was started with a pipe"
+        assert stream is not None, "the supervisor was started with a pipe"
         line = stream.readline().split()
         if len(line) != 2 or line[0] != b"pid":
             self.stop()
@@ -265,7 +265,7 @@ class SGLangServer:
         """Ends the server and everything below it. May be called twice, from any thread.
 
         Raises:
-            RuntimeError: processes are still there after the deadline; the message names the guardian's pid.
+            RuntimeError: processes are still there after the deadline; the message names the supervisor's pid.
         """
         with self._lock:
             process = self._process

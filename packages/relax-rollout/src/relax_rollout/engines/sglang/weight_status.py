@@ -18,7 +18,7 @@ class WeightsIncomplete(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
+class WeightStatus:
     """State of an engine's weights.
 
     Attributes:
@@ -34,7 +34,7 @@ class Weights:
         return str(self.version) if self.state == "whole" else f"{self.state}:{self.version}"
 
     @classmethod
-    def parse(cls, text: str) -> "Weights":
+    def parse(cls, text: str) -> "WeightStatus":
         """Reads the text that SGLang returns; ``default`` are the start weights of a server that we did not start.
 
         Raises:

@@ -23,7 +23,8 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from relax_data.packing.pack import CostModel, lower_bound, pack
+from relax_data.packing.costs import CostModel
+from relax_data.packing.pack import lower_bound, pack
 
 FOUR_B = CostModel.from_shape(parameters=3.6e9, num_layers=36, num_attention_heads=32, head_dim=128)
 Packed = list[list[list[int]]]

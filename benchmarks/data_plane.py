@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from relax_data.plane.base import DataPlane, LocalPlane
+from relax_data.plane.base import DataPlane
+from relax_data.plane.local import LocalPlane
 
 SIZES = [(256, 64), (64, 8192)]
 

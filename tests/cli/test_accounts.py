@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from relax_cli.config.resolve import resolve
+from relax_cli.config.resolution import resolve
 from relax_cli.workers.accounts import BookedSource
 from relax_cli.workers.rollout import RolloutActor
 from relax_data.prompts.ledger import LedgerError

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
-from relax_cli.cluster.ray_cluster import StopFlag, StopRequested, connected, wait_for
+from relax_cli.cluster.ray_cluster import connected
+from relax_cli.cluster.waits import StopFlag, StopRequested, wait_for
 from relax_cli.run.launch import explanation
 
 

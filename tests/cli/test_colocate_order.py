@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_cli.cluster.ray_cluster import StopFlag
+from relax_cli.cluster.waits import StopFlag
 from relax_cli.config.settings import DebugSettings, RunSettings
 from relax_cli.controllers.colocate import ColocateRun, Outcome
 from relax_cli.run.debug_data import save_groups

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_cli.cluster.ray_cluster import StopFlag, StopRequested
-from relax_cli.config.resolve import RunConfig, resolve
+from relax_cli.cluster.waits import StopFlag, StopRequested
+from relax_cli.config.resolution import resolve
+from relax_cli.config.run_config import RunConfig
 from relax_cli.controllers.colocate import Outcome
 from relax_cli.run import launch as controller
 from relax_cli.run.tracking import JsonLinesTracker
@@ -142,7 +143,7 @@ def test_a_profile_of_the_log_prob_phase_makes_it_happen(task: Any) -> None:
 def test_every_engine_has_a_sampler_seed_of_its_own(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     import dataclasses
 
-    from relax_cli.cluster.ray_cluster import Slot
+    from relax_cli.cluster.slots import Slot
 
     assert config.placement is not None
     several = dataclasses.replace(config, placement=dataclasses.replace(config.placement, engines=3))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_cli.config.resolve import resolve
+from relax_cli.config.resolution import resolve
 from relax_cli.workers.rollout import RolloutActor
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from relax_data.errors import DataError
 from relax_data.prompts.streaming import StreamingDataset
-from relax_data.readers.base import open_rows
+from relax_data.readers.open import open_rows
 
 
 def test_without_the_library_the_error_says_what_to_install(monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from relax_data.errors import DataError
 from relax_data.prompts.ledger import LedgerError, PromptLedger, PromptState
-from relax_data.prompts.source import open_prompts
+from relax_data.prompts.open import open_prompts
 from relax_data.settings import DataSettings
 from relax_data.types import Prompt
 

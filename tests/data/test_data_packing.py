@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from relax_data.packing.pack import CostModel, balance, lower_bound, pack, pack_static
+from relax_data.packing.costs import CostModel
+from relax_data.packing.pack import balance, lower_bound, pack, pack_static
 
 
 def members(packed):

@@ -8,7 +8,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from relax_data.plane.base import DataPlane, LocalPlane, PlaneClosed, PlaneError, PlaneFailed
+from relax_data.plane.base import DataPlane, PlaneClosed, PlaneError, PlaneFailed
+from relax_data.plane.local import LocalPlane
 
 _names = itertools.count()
 

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from relax_data.errors import DataError
-from relax_data.prompts.source import open_prompts
+from relax_data.prompts.open import open_prompts
 from relax_data.settings import DataSettings
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from relax_data.errors import DataError
-from relax_data.prompts.source import open_prompts
+from relax_data.prompts.open import open_prompts
 from relax_data.prompts.streaming import StreamingDataset
 from relax_data.readers import cache
 from relax_data.settings import DataSettings
@@ -155,7 +155,7 @@ def test_resume_does_not_read_the_file_from_its_start(write_jsonl, monkeypatch):
         return os.pread(fd, size, at)
 
     monkeypatch.setattr(cache, "_scan", lambda _: pytest.fail("the file was scanned again"))
-    monkeypatch.setattr("relax_data.readers.base._pread", counted)
+    monkeypatch.setattr("relax_data.readers.jsonl._pread", counted)
     resumed = StreamingDataset(path, buffer_size=500)
     resumed.load_state_dict(state)
     assert ids(resumed, 100) == expected

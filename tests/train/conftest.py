@@ -233,7 +233,7 @@ class Harness:
 
     def _inputs(self, row: Row) -> tuple[dict[str, torch.Tensor], Any]:
         from relax_train.backend.mcore import PackedSeqParams
-        from relax_train.models.attention import zigzag_positions
+        from relax_train.models.context_parallel import zigzag_positions
 
         device = self.parallel.device
         index = zigzag_positions(row.borders, self.parallel.cp_size, self.parallel.cp_rank)
@@ -247,7 +247,7 @@ class Harness:
 
     def logits(self, row: Row) -> torch.Tensor:
         """Of a single-process model: ``[tokens, vocabulary]``."""
-        from relax_train.backend.device import DeviceContext
+        from relax_train.backend.device_context import DeviceContext
 
         held, packed = self._inputs(row)
         with DeviceContext(), torch.no_grad():
@@ -259,7 +259,7 @@ class Harness:
     def step(self, rows: list[Row]) -> tuple[float, float]:
         """One optimizer step on this rank's share of ``rows``; global mean loss and gradient norm."""
         import torch.distributed as dist
-        from relax_train.backend.device import DeviceContext
+        from relax_train.backend.device_context import DeviceContext
         from relax_train.backend.mcore import get_forward_backward_func
 
         parallel = self.parallel

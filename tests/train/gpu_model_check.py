@@ -196,7 +196,7 @@ class Big:
         self.optimizer = build_optimizer(self.settings, self.model)
 
     def step(self, seed: int, documents: int = 8, length: int = 1024, micro_batches: int = 2) -> float:
-        from relax_train.backend.device import DeviceContext
+        from relax_train.backend.device_context import DeviceContext
         from relax_train.backend.mcore import PackedSeqParams, get_forward_backward_func
 
         generator = torch.Generator(device="cuda").manual_seed(seed)

@@ -25,7 +25,7 @@ def test_every_name_that_is_replaced_exists() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_shim_is_gone_after_the_last_exit(fails: bool) -> None:
     from relax_train.backend import cpu_device
-    from relax_train.backend.device import DeviceContext
+    from relax_train.backend.device_context import DeviceContext
 
     before = [getattr(owner, name) for owner, name, _ in cpu_device._replacements()]
     try:
@@ -45,11 +45,11 @@ def test_shim_is_gone_after_the_last_exit(fails: bool) -> None:
 
 
 def test_cuda_never_sees_the_shim(monkeypatch: pytest.MonkeyPatch) -> None:
-    from relax_train.backend import device
+    from relax_train.backend import device_context
 
-    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setattr(device_context, "has_cuda", lambda: True)
     monkeypatch.delitem(sys.modules, "relax_train.backend.cpu_device", raising=False)
-    with device.DeviceContext():
+    with device_context.DeviceContext():
         pass
     assert "relax_train.backend.cpu_device" not in sys.modules
 

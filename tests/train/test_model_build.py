@@ -93,7 +93,8 @@ def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 def test_attention_plan_of_every_context_parallel_rank(cp_size: int, dim: int) -> None:
     """Both ways to run a plan: document by document, and as the variable-length kernel is called on a GPU."""
     from relax_train.backend.mcore import PackedSeqParams
-    from relax_train.models.attention import _by_document, _Plan, zigzag_positions
+    from relax_train.models.attention import _by_document, _Plan
+    from relax_train.models.context_parallel import zigzag_positions
 
     borders = [0, 12, 36, 48]
     cu = torch.tensor(borders, dtype=torch.int32)
@@ -101,7 +102,7 @@ def test_attention_plan_of_every_context_parallel_rank(cp_size: int, dim: int) -
     torch.manual_seed(0)
     query, key, value = (torch.randn(48, heads, dim, dtype=torch.float64) for heads in (4, 2, 2))
     whole = torch.cat([_dense(query[a:b], key[a:b], value[a:b]) for a, b in itertools.pairwise(borders)])
-    held = [zigzag_positions(borders, cp_size, rank) for rank in range(cp_size)]
+    held = [torch.from_numpy(zigzag_positions(borders, cp_size, rank)) for rank in range(cp_size)]
     assert sorted(torch.cat(held).tolist()) == list(range(48))
     gathered_key, gathered_value = key[torch.cat(held)], value[torch.cat(held)]
     for rank in range(cp_size):

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from relax_cli.checks.plan import plan_text
+from relax_cli.config.export import to_toml
 from relax_cli.config.files import to_toml as value_to_toml
 from relax_cli.config.options import namespace
-from relax_cli.config.resolve import ConfigError, resolve, to_toml
+from relax_cli.config.resolution import resolve
+from relax_cli.config.run_config import ConfigError
 from relax_cli.config.schema import Option
 
 ODD: dict[type, list[str]] = {

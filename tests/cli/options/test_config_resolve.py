@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from relax_cli.config.resolve import ConfigError, RunConfig, fit, resolve, to_toml
+from relax_cli.config.export import to_toml
+from relax_cli.config.resolution import fit, resolve
+from relax_cli.config.run_config import ConfigError, RunConfig
 
 EMPTY: dict[str, str] = {}
 

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from relax_cli.config.command_line import Namespace
+from relax_cli.config.export import to_toml
 from relax_cli.config.files import read_file
 from relax_cli.config.files import to_toml as value_to_toml
-from relax_cli.config.resolve import RunConfig, resolve, to_toml
+from relax_cli.config.resolution import resolve
+from relax_cli.config.run_config import RunConfig
 from relax_cli.config.schema import UNSET, Kind, Option
 
 # What a process can be given as an argument: no NUL, no half of a surrogate pair.

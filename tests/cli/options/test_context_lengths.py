@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from relax_cli.checks.lengths import ContextLengths, context_lengths
 from relax_cli.checks.plan import plan_text
-from relax_cli.config.resolve import resolve
+from relax_cli.config.resolution import resolve
 
 START = ("--hf-checkpoint", "small", "--prompt-data", "prompts.jsonl", "--rm-type", "math", "--num-rollout", "1")
 

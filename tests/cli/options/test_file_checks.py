@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_cli.config.resolve import ConfigError, resolve
+from relax_cli.config.resolution import resolve
+from relax_cli.config.run_config import ConfigError
 from relax_train.checkpoint import manifest
 from relax_train.checkpoint.folders import set_latest
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from relax_cli.checks import doctor
-from relax_cli.config.resolve import RunConfig
+from relax_cli.config.run_config import RunConfig
 from relax_cli.main import main
 
 HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "tensorboard", "matplotlib", "datasets")

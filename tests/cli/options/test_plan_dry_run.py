@@ -8,7 +8,7 @@ import pytest
 from relax_cli.checks.model_facts import ModelFacts
 from relax_cli.checks.plan import plan_text
 from relax_cli.cluster.placement import Placement
-from relax_cli.config.resolve import resolve
+from relax_cli.config.resolution import resolve
 from relax_cli.main import main
 
 QWEN3_4B_8_GPUS = (

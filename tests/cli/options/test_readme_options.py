@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from relax_cli.config.resolve import resolve
+from relax_cli.config.resolution import resolve
 
 README = (Path(__file__).parents[3] / "packages" / "relax-cli" / "README.md").read_text(encoding="utf-8")
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from relax_cli.config.resolve import ConfigError, resolve
+from relax_cli.config.resolution import resolve
+from relax_cli.config.run_config import ConfigError
 from relax_cli.run import folder as run_folder
 
 

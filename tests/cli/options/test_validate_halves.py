@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from relax_cli.config.resolve import ConfigError, resolve
+from relax_cli.config.resolution import resolve
+from relax_cli.config.run_config import ConfigError
 
 START = ("--hf-checkpoint", "small", "--prompt-data", "prompts.jsonl", "--label-key", "label", "--rm-type", "math")
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from relax_cli.config.resolve import ConfigError, resolve
+from relax_cli.config.resolution import resolve
+from relax_cli.config.run_config import ConfigError
 
 GPU_PLAN = ["--dry-run", "--num-gpus-per-node", "8"]
 

@@ -56,7 +56,9 @@ def train(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(train_help(), end="")
         return 0
-    from relax_cli.config.resolve import ConfigError, resolve, to_toml
+    from relax_cli.config.export import to_toml
+    from relax_cli.config.resolution import resolve
+    from relax_cli.config.run_config import ConfigError
 
     try:
         config = resolve(argv)

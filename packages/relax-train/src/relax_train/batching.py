@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from relax_data.packing.pack import CostModel, balance, pack, pack_static
+from relax_data.packing.costs import CostModel
+from relax_data.packing.pack import balance, pack, pack_static
 from relax_data.types import TrainBatch
 
+from relax_train.models.context_parallel import zigzag_positions
 from relax_train.settings.batch import BatchSettings
 
 if TYPE_CHECKING:
@@ -256,23 +258,6 @@ def build_micro_batch(
         max_seqlen=int(lengths.max()),
         indices=tuple(indices),
     )
-
-
-def zigzag_positions(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> NDArray[np.int64]:
-    """Positions of the row that a context-parallel rank holds, in its order.
-
-    Each document is cut into 2 x cp_size equal pieces and rank r takes pieces r and 2 x cp_size - 1 - r, so that under
-    a causal mask all ranks have equal work.
-    """
-    if cp_size == 1:
-        return np.arange(int(cu_seqlens[-1]), dtype=np.int64)
-    parts = []
-    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        piece, rest = divmod(end - start, 2 * cp_size)
-        assert rest == 0, "a document was not padded to a multiple of twice the context-parallel size"
-        for k in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            parts.append(np.arange(start + k * piece, start + (k + 1) * piece, dtype=np.int64))
-    return np.concatenate(parts)
 
 
 def split_responses(flat: np.ndarray, batch: TrainBatch) -> list[np.ndarray]:

@@ -16,7 +16,7 @@ from relax_data.types import TrainBatch
 
 from relax_train.algorithms.logprobs import effective_temperature, token_log_probs
 from relax_train.algorithms.losses import MAXIMA, MEANS, metric_names, policy_loss
-from relax_train.backend.device import DeviceContext
+from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.mcore import PackedSeqParams, finalize_model_grads, get_forward_backward_func
 from relax_train.backend.optimizer import Optimizer, StepResult
 from relax_train.batching import (

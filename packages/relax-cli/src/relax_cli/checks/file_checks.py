@@ -15,7 +15,7 @@ from relax_cli.checks.model_facts import ModelFacts
 from relax_cli.checks.weight_files import weight_problems
 from relax_cli.cluster.placement import SIZES
 from relax_cli.config.derive import PATHS
-from relax_cli.config.resolve import RunConfig
+from relax_cli.config.run_config import RunConfig
 from relax_cli.run import folder as run_folder
 
 Problems = list[str]

@@ -6,7 +6,7 @@ from relax_train.batching import Split
 from relax_train.settings.model import read_hf_config
 
 from relax_cli.checks.model_facts import ModelFacts
-from relax_cli.config.resolve import RunConfig
+from relax_cli.config.run_config import RunConfig
 
 ENGINE_MARGIN = 6
 """Tokens of its context length that SGLang never gives to a request: it refuses prompts of context length - 6 tokens

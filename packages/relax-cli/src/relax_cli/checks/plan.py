@@ -8,7 +8,7 @@ from relax_train.settings.model import read_hf_config
 from relax_cli.checks.lengths import context_lengths, micro_batch_tokens
 from relax_cli.checks.model_facts import ModelFacts
 from relax_cli.cluster.placement import Placement
-from relax_cli.config.resolve import RunConfig
+from relax_cli.config.run_config import RunConfig
 
 Rows = list[tuple[str, str]]
 

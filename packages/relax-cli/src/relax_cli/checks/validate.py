@@ -12,7 +12,7 @@ from relax_cli.checks.file_checks import file_needs, file_problems
 from relax_cli.checks.lengths import micro_batch_tokens
 from relax_cli.checks.model_facts import ModelFacts
 from relax_cli.cluster.placement import SIZES, local_gpus
-from relax_cli.config.resolve import RunConfig
+from relax_cli.config.run_config import RunConfig
 
 Problems = list[str]
 

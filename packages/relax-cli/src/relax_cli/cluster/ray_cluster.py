@@ -1,15 +1,13 @@
-"""Starts a local Ray or joins one, and reserves the places that a run needs.
+"""Starts a local Ray or joins one.
 
 Ray is imported inside the functions: ``relax train --help`` must not pay for it.
 """
 
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -17,21 +15,6 @@ from typing import Any
 from relax_cli.cluster.local_ray import START_DEADLINE_S, start_local
 
 log = logging.getLogger(__name__)
-
-PLACEMENT_DEADLINE_S = 300.0
-"""How long a run waits for the cluster to have room for it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """One reserved place: a GPU (or, on a CPU machine, a core) on some node of the cluster."""
-
-    bundle: int
-    """Index of the bundle in the placement group."""
-    node_id: str
-    node_ip: str
-    gpu_id: str | None
-    """What CUDA_VISIBLE_DEVICES calls the GPU on its node; None on a CPU machine."""
 
 
 @contextlib.contextmanager
@@ -144,145 +127,3 @@ def cluster_gpus() -> int:
     import ray
 
     return int(ray.cluster_resources().get("GPU", 0))
-
-
-def reserve(n_slots: int, *, gpus: bool, stop: "StopFlag | None" = None) -> tuple[Any, list[Slot]]:
-    """Reserves ``n_slots`` places and sorts them by node, then GPU, so that neighbours in the list share a node.
-
-    Returns:
-        Ray's placement group, and its slots in rank order.
-
-    Raises:
-        ValueError: the cluster has too few GPUs, or no room within :data:`PLACEMENT_DEADLINE_S`.
-        StopRequested: the user asked the run to end.
-    """
-    import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
-
-    if gpus and cluster_gpus() < n_slots:
-        raise ValueError(
-            f"the run needs {n_slots} GPUs but the Ray cluster has {cluster_gpus()}: lower --actor-num-nodes or "
-            "--actor-num-gpus-per-node, or join a larger cluster with --ray-address."
-        )
-    bundle = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": 1.0}
-    group = placement_group([bundle] * n_slots, strategy="PACK")
-    give_up = time.monotonic() + PLACEMENT_DEADLINE_S
-    while not group.wait(1):
-        stopped = stop is not None and stop.requested
-        if not stopped and time.monotonic() < give_up:
-            continue
-        remove_placement_group(group)
-        if stopped:
-            raise StopRequested("room in the cluster")
-        raise ValueError(
-            f"waited {PLACEMENT_DEADLINE_S:.0f} s for {n_slots} bundles of {bundle}: the cluster offers "
-            f"{ray.available_resources()}. Is another run holding it?"
-        )
-
-    @ray.remote(num_cpus=0.1, num_gpus=0.1 if gpus else 0)
-    def where() -> tuple[str, str, str | None]:
-        context = ray.get_runtime_context()
-        ids = ray.get_gpu_ids()
-        return context.get_node_id(), ray.util.get_node_ip_address(), str(ids[0]) if ids else None
-
-    places = [where.options(**strategy(group, i)).remote() for i in range(n_slots)]
-    found = wait_for(places, "the reserved places to answer", stop=stop, deadline_s=PLACEMENT_DEADLINE_S)
-    slots = [Slot(i, *place) for i, place in enumerate(found)]
-    return group, sorted(slots, key=lambda s: (s.node_ip, s.node_id, int(s.gpu_id or 0), s.bundle))
-
-
-def strategy(group: Any, bundle: int) -> dict[str, Any]:
-    """Ray options that put an actor or task into one bundle."""
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    return {
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
-        )
-    }
-
-
-class StopRequested(Exception):
-    """The user asked the run to end (SIGINT or SIGTERM) and the current wait was given up."""
-
-
-@dataclasses.dataclass
-class StopFlag:
-    """Set by a signal handler, looked at by every wait of the driver."""
-
-    grace_s: float = 6.0
-    """How long the step in progress may still take after the signal."""
-    total_s: float = 8.0
-    """When the last actor is to be told to go; ending Ray itself takes another second or two."""
-    stepping: bool = False
-    """The start is over: there is a step that may be worth finishing."""
-    signal_number: int | None = None
-    at: float = 0.0
-
-    def set(self, signal_number: int) -> None:
-        if self.signal_number is None:
-            self.signal_number, self.at = signal_number, time.monotonic()
-
-    @property
-    def requested(self) -> bool:
-        return self.signal_number is not None
-
-    @property
-    def expired(self) -> bool:
-        """True when nothing is to be finished any more."""
-        return self.requested and (not self.stepping or time.monotonic() - self.at > self.grace_s)
-
-    def left(self, seconds: float) -> float:
-        """``seconds``, or what a requested stop leaves of them; never less than one."""
-        return min(seconds, max(1.0, self.at + self.total_s - time.monotonic())) if self.requested else seconds
-
-
-def wait_for(
-    refs: Any,
-    what: str,
-    *,
-    stop: StopFlag | None = None,
-    deadline_s: float,
-    remind_s: float = 60.0,
-    status: Callable[[], str] | None = None,
-) -> Any:
-    """``ray.get`` that says what it waits for, ends at a deadline and gives way to a stop request.
-
-    Args:
-        refs: one object reference or a list of them.
-        what: completes "waiting for ..." in messages.
-        deadline_s: seconds after which the wait is an error.
-        remind_s: seconds between two messages of a long wait.
-        status: asked for the details of such a message.
-
-    Raises:
-        TimeoutError: the deadline passed.
-        StopRequested: a stop was requested and its grace time is over.
-    """
-    import ray
-
-    many = isinstance(refs, list)
-    pending = list(refs) if many else [refs]
-    start = time.monotonic()
-    reminded = start
-    values: dict[Any, Any] = {}
-    while pending:
-        done, pending = ray.wait(pending, num_returns=len(pending), timeout=0.25)
-        for ref in done:
-            try:
-                values[ref] = ray.get(ref)  # raises at once what one of many raised, instead of waiting for the others
-            except ray.exceptions.RayActorError as error:  # it says which process died, not what it was doing
-                error.add_note(f"The run was waiting for {what}.")
-                raise
-        now = time.monotonic()
-        if not pending:
-            break
-        if stop is not None and stop.expired:
-            raise StopRequested(what)
-        if now - start > deadline_s:
-            raise TimeoutError(f"waited {now - start:.0f} s for {what}: giving up")
-        if now - reminded >= remind_s:
-            details = f": {status()}" if status is not None else ""
-            log.warning("still waiting for %s (%.0f s)%s", what, now - start, details)
-            reminded = now
-    return [values[ref] for ref in refs] if many else values[refs]

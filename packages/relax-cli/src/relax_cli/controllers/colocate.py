@@ -9,7 +9,7 @@ from typing import Any
 
 from relax_data.types import SampleGroup, TrainBatch
 
-from relax_cli.cluster.ray_cluster import StopFlag
+from relax_cli.cluster.waits import StopFlag
 from relax_cli.run.debug_data import load_groups, path_for, save_groups
 from relax_cli.run.progress import Progress
 from relax_cli.run.tracking import Trackers

@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from relax_cli.cluster.ray_cluster import StopFlag, StopRequested, cluster_gpus, connected
-from relax_cli.config.resolve import RunConfig, fit, to_toml
+from relax_cli.cluster.ray_cluster import cluster_gpus, connected
+from relax_cli.cluster.waits import StopFlag, StopRequested
+from relax_cli.config.export import to_toml
+from relax_cli.config.resolution import fit
+from relax_cli.config.run_config import RunConfig
 from relax_cli.controllers.colocate import ColocateRun, Outcome
 from relax_cli.run import folder as run_folder
 from relax_cli.run.progress import PHASES, Progress, plot_reward

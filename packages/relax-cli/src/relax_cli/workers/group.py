@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from relax_cli.cluster.ray_cluster import Slot, StopFlag, StopRequested, reserve, strategy, wait_for
-from relax_cli.config.resolve import RunConfig
+from relax_cli.cluster.slots import Slot, reserve, strategy
+from relax_cli.cluster.waits import StopFlag, StopRequested, wait_for
+from relax_cli.config.run_config import RunConfig
 from relax_cli.workers.process import actor_environment
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ class RolloutActor:
         """
         enter_folder(config.folder)
         start_log(config.run_dir, "rollout")
-        from relax_data.prompts.source import open_prompts
+        from relax_data.prompts.open import open_prompts
         from relax_rollout.loop.rollout_loop import RolloutLoop
         from relax_rollout.rewards import build_reward
         from transformers import AutoTokenizer
@@ -132,7 +132,7 @@ class RolloutActor:
         )
 
     def _open_eval_prompts(self) -> dict[str, Any]:
-        from relax_data.prompts.source import open_prompts
+        from relax_data.prompts.open import open_prompts
 
         # All prompts, in file order, whatever the training data does.
         settings = dataclasses.replace(self._config.data, rollout_shuffle=False, use_streaming_dataset=False)

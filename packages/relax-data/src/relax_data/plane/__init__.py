@@ -4,6 +4,7 @@ Door: :class:`DataPlane`, :class:`LocalPlane`; between processes
 :class:`relax_data.plane.transferqueue.TransferQueuePlane`.
 """
 
-from relax_data.plane.base import Columns, DataPlane, LocalPlane, PlaneClosed, PlaneError, PlaneFailed, Rows
+from relax_data.plane.base import Columns, DataPlane, PlaneClosed, PlaneError, PlaneFailed, Rows
+from relax_data.plane.local import LocalPlane
 
 __all__ = ["Columns", "DataPlane", "LocalPlane", "PlaneClosed", "PlaneError", "PlaneFailed", "Rows"]

@@ -4,19 +4,13 @@ A producer puts rows with some columns, others add columns later, and a consumer
 are there. Each row goes to each consumer once; all ranks of one consumer share its name. A row stays until it is
 cleared: taking is a promise to work on it, clearing says that it was done.
 
-There are two planes behind one protocol: :class:`LocalPlane` in one process (colocate), and
+There are two planes behind one protocol: :class:`relax_data.plane.local.LocalPlane` in one process (colocate), and
 :class:`relax_data.plane.transferqueue.TransferQueuePlane` over TransferQueue (fully async). Calls block; an asyncio
 caller wraps them in ``asyncio.to_thread``.
 """
 
-import contextlib
 import dataclasses
-import os
-import pickle
-import tempfile
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -131,116 +125,3 @@ def waiting_for(consumer: str, columns: Sequence[str], n: int, timeout: float, r
         f"consumer {consumer!r} waited {timeout:.0f} s for {n} rows with columns {', '.join(columns)}: "
         f"{ready} are ready, {lacking} more lack some of these columns"
     )
-
-
-class LocalPlane:
-    """The data plane inside one process. Values are handed over as they are, not copied."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._rows: dict[int, dict[str, Any]] = {}
-        self._taken: dict[str, set[int]] = {}
-        self._next_id = 0
-        self._closed = False
-        self._failure: str | None = None
-
-    def put(self, columns: Columns) -> list[int]:
-        n = row_count(columns)
-        with self._changed:
-            self._check_failure()
-            if self._closed:
-                raise PlaneClosed("the plane was closed: no more rows can be put")
-            ids = list(range(self._next_id, self._next_id + n))
-            self._next_id += n
-            for k, i in enumerate(ids):
-                self._rows[i] = {name: values[k] for name, values in columns.items()}
-            self._changed.notify_all()
-        return ids
-
-    def add(self, ids: Sequence[int], columns: Columns) -> None:
-        if row_count(columns) != len(ids):
-            raise ValueError(f"{len(ids)} ids but {row_count(columns)} values a column")
-        with self._changed:
-            self._check_failure()
-            if missing := [i for i in ids if i not in self._rows]:
-                raise PlaneError(f"rows {missing[:5]} are not there: they were cleared or never put")
-            for k, i in enumerate(ids):
-                self._rows[i].update({name: values[k] for name, values in columns.items()})
-            self._changed.notify_all()
-
-    def take(self, consumer: str, columns: Sequence[str], n: int, *, timeout: float) -> Rows:
-        check_take(columns, n, timeout)
-        deadline = time.monotonic() + timeout
-        with self._changed:
-            while True:
-                self._check_failure()
-                taken = self._taken.setdefault(consumer, set())
-                left = [i for i in self._rows if i not in taken]
-                ready = [i for i in left if all(c in self._rows[i] for c in columns)]
-                if self._closed and not left:
-                    raise PlaneClosed(f"no row is left for consumer {consumer!r}")
-                if len(ready) >= n or (self._closed and len(ready) == len(left)):
-                    ids = ready[:n]
-                    taken.update(ids)
-                    return Rows(ids, {c: [self._rows[i][c] for i in ids] for c in columns})
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise TimeoutError(waiting_for(consumer, columns, n, timeout, len(ready), len(left) - len(ready)))
-                self._changed.wait(remaining)
-
-    def clear(self, ids: Sequence[int]) -> None:
-        with self._changed:
-            for i in ids:
-                self._rows.pop(i, None)
-                for taken in self._taken.values():
-                    taken.discard(i)
-            # A closed plane may have become empty: its consumers must hear of it.
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def fail(self, reason: str) -> None:
-        with self._changed:
-            self._failure = self._failure or reason
-            self._changed.notify_all()
-
-    def save(self, path: str | Path) -> None:
-        with self._changed:
-            state = {"rows": self._rows, "next_id": self._next_id, "closed": self._closed}
-            data = pickle.dumps(state, protocol=5)
-        with _replacing(Path(path)) as temporary:
-            temporary.write_bytes(data)
-
-    def load(self, path: str | Path) -> None:
-        state = pickle.loads(Path(path).read_bytes())
-        with self._changed:
-            self._rows, self._next_id, self._closed = state["rows"], state["next_id"], state["closed"]
-            self._taken, self._failure = {}, None
-            self._changed.notify_all()
-
-    def __len__(self) -> int:
-        with self._changed:
-            return len(self._rows)
-
-    def _check_failure(self) -> None:
-        if self._failure is not None:
-            raise PlaneFailed(self._failure)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that takes the place of ``path`` when the block ends well."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

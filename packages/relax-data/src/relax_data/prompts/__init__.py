@@ -1,4 +1,4 @@
 """Prompts in the order of an epoch: read, rendered, shuffled, handed out once, and booked.
 
-Door: :func:`relax_data.prompts.source.open_prompts`; :class:`relax_data.prompts.ledger.PromptLedger` keeps the books.
+Door: :func:`relax_data.prompts.open.open_prompts`; :class:`relax_data.prompts.ledger.PromptLedger` keeps the books.
 """

@@ -12,8 +12,9 @@ import numpy as np
 from relax_data.errors import DataError
 from relax_data.prompts.order import permutation
 from relax_data.prompts.template import Drops, PromptBuilder, SourcedRow
-from relax_data.readers.base import RowFile, open_rows
-from relax_data.readers.files import FileSlice, resolve_files
+from relax_data.readers.base import RowFile
+from relax_data.readers.files import FileSlice
+from relax_data.readers.open import open_rows
 from relax_data.settings import DataSettings
 from relax_data.types import Prompt
 
@@ -49,34 +50,6 @@ class PromptSource(Protocol):
     def __len__(self) -> int:
         """Prompts of an epoch, after filters. A source that cannot know it before its end raises ``TypeError``."""
         ...
-
-
-def open_prompts(
-    settings: DataSettings,
-    tokenizer: Any,
-    *,
-    num_epoch: int | None = None,
-    paths: str | Sequence[str] | None = None,
-) -> PromptSource:
-    """Opens the prompts that the settings name.
-
-    Args:
-        settings: the data options.
-        tokenizer: a transformers tokenizer.
-        num_epoch: how often the data is gone through; None is without end.
-        paths: read these instead of ``settings.prompt_data`` (evaluation).
-
-    Raises:
-        DataError: a file is missing or empty, a row is unusable, or no prompt is left after the filter. Without
-            ``use_streaming_dataset`` all rows are read and checked here, before anything starts.
-    """
-    files = resolve_files(settings.prompt_data if paths is None else paths)
-    builder = PromptBuilder(settings, tokenizer)
-    if settings.use_streaming_dataset:
-        from relax_data.prompts.streaming import StreamingPromptSource
-
-        return StreamingPromptSource(files, builder, settings, num_epoch=num_epoch)
-    return MemoryPromptSource(files, builder, settings, num_epoch=num_epoch)
 
 
 @dataclasses.dataclass(slots=True)

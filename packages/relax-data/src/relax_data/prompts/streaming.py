@@ -12,8 +12,9 @@ from relax_data.errors import DataError
 from relax_data.prompts.shuffle import EpochPlan
 from relax_data.prompts.source import FileSet, check_kind, check_same_order, nothing_left
 from relax_data.prompts.template import Drops, PromptBuilder, SourcedRow
-from relax_data.readers.base import Block, Row, open_rows
+from relax_data.readers.base import Block, Row
 from relax_data.readers.files import FileSlice, resolve_files
+from relax_data.readers.open import open_rows
 from relax_data.settings import DataSettings
 from relax_data.types import Prompt
 

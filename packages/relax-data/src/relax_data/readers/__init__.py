@@ -1,4 +1,4 @@
 """Files of rows: jsonl, parquet and Hugging Face datasets behind one protocol.
 
-Door: :func:`relax_data.readers.base.open_rows` for one file, :func:`relax_data.readers.files.resolve_files` for many.
+Door: :func:`relax_data.readers.open.open_rows` for one file, :func:`relax_data.readers.files.resolve_files` for many.
 """

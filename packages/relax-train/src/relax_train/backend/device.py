@@ -1,12 +1,7 @@
-"""Where the trainer computes: CUDA, or the CPU presented to megatron-core as its device.
-
-Every entry point of the backend runs inside ``with DeviceContext():``. With CUDA that does nothing; without CUDA it
-installs the shim of :mod:`relax_train.backend.cpu_device`, which is imported only then.
-"""
+"""Where the trainer computes: CUDA, or the CPU; dtypes and devices that follow from it."""
 
 import os
 import sys
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -52,25 +47,3 @@ def before_megatron() -> None:
     dynamo_config: Any = sys.modules.get("torch._dynamo.config")
     if dynamo_config is not None:  # imported already, so it has read the variable
         dynamo_config.disable = os.environ["TORCH_COMPILE_DISABLE"] == "1"
-
-
-class DeviceContext:
-    """Context that backend code runs in; may be nested and entered again."""
-
-    def __init__(self) -> None:
-        self._shim: Any = None
-        if not has_cuda():
-            from relax_train.backend import cpu_device
-
-            self._shim = cpu_device.SHIM
-
-    def __enter__(self) -> "DeviceContext":
-        if self._shim is not None:
-            self._shim.enter()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._shim is not None:
-            self._shim.exit()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from relax_train.backend.device import DeviceContext
+from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.mcore import (
     MegatronOptimizer,
     OptimizerConfig,

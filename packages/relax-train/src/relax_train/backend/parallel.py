@@ -9,7 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from relax_train.backend.device import DeviceContext, has_cuda, local_device
+from relax_train.backend.device import has_cuda, local_device
+from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.mcore import parallel_state, tensor_parallel
 from relax_train.settings.parallel import ParallelSettings
 

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from relax_train.backend.device import DeviceContext, has_cuda
+from relax_train.backend.device import has_cuda
+from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.mcore import VERSION, tensor_parallel
 from relax_train.backend.optimizer import Optimizer
 from relax_train.backend.parallel import ParallelState

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import CheckpointException
 
-from relax_train.backend.device import DeviceContext
+from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.mcore import (
     CheckpointingConfig,
     MCoreSavePlanner,

@@ -13,34 +13,16 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from relax_train.backend.mcore import MegatronModule, PackedSeqParams, ProcessGroupCollection, tensor_parallel
+from relax_train.models.context_parallel import zigzag_positions
 from relax_train.models.rotary import rotary_tables, rotate
-
-
-def zigzag_positions(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Positions of the full packed row that a context-parallel rank holds, in the order it holds them.
-
-    Args:
-        cu_seqlens: borders of the documents in the full row, starting with 0; each length a multiple of 2 * cp_size.
-
-    Returns:
-        int64 ``[cu_seqlens[-1] / cp_size]``.
-    """
-    if cp_size == 1:
-        return torch.arange(cu_seqlens[-1])
-    pieces = []
-    for start, end in itertools.pairwise(cu_seqlens):
-        assert (end - start) % (2 * cp_size) == 0, f"{end - start} tokens do not divide by 2 x CP {cp_size}"
-        chunk = (end - start) // (2 * cp_size)
-        for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            pieces.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
-    return torch.cat(pieces)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +64,8 @@ class _Plan:
     @functools.cached_property
     def key_order(self) -> torch.Tensor:
         """int64: index that brings the keys gathered from all ranks into the order of the full row."""
-        held = torch.cat([zigzag_positions(self.borders, self._cp_size, r) for r in range(self._cp_size)])
-        return torch.argsort(held).to(self._device)
+        held = np.concatenate([zigzag_positions(self.borders, self._cp_size, r) for r in range(self._cp_size)])
+        return torch.from_numpy(np.argsort(held)).to(self._device)
 
     @functools.cached_property
     def key_index(self) -> torch.Tensor:
@@ -104,7 +86,7 @@ class _Plan:
         if self._cp_size == 1:
             held = torch.arange(tokens, device=self._device)
         else:
-            held = zigzag_positions(self.borders, self._cp_size, self._cp_rank).to(self._device)
+            held = torch.from_numpy(zigzag_positions(self.borders, self._cp_size, self._cp_rank)).to(self._device)
         return held - borders[torch.searchsorted(borders, held, right=True) - 1]
 
     @functools.cached_property

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from relax_data.packing.pack import CostModel
+from relax_data.packing.costs import CostModel
 
 
 def cost_model(hf_config: Any) -> CostModel:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from relax_train.backend.device import DeviceContext
+from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.parallel import ParallelState
 from relax_train.models.build import Model
 from relax_train.models.hf_mapping import Entry, entries, is_copy

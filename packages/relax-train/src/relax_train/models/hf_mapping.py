@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from relax_train.backend.device import DeviceContext
+from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.parallel import ParallelState
 from relax_train.models.build import Model
 

@@ -11,93 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relax_data.settings import DataSettings
-from relax_profiling.settings import MemoryProfileSettings, SGLangProfileSettings, TrainProfileSettings
-from relax_rollout.engines.sglang.settings import SGLangSettings
-from relax_rollout.settings import EvalSettings, RewardSettings, RolloutSettings
-from relax_train.settings import TrainSettings
-
-from relax_cli.cluster.placement import Placement, make_placement
-from relax_cli.config import files
-from relax_cli.config import options as registry
+from relax_cli.checks.validate import placement_problems, problems_of, warnings_of
+from relax_cli.cluster.placement import make_placement
+from relax_cli.config import files, options
 from relax_cli.config.command_line import Given, Layer, Namespace, read_command_line, read_environment
 from relax_cli.config.derive import derive, run_name
+from relax_cli.config.run_config import ConfigError, RunConfig
 from relax_cli.config.schema import UNSET
-from relax_cli.config.settings import ClusterSettings, DebugSettings, LoggingSettings, RunSettings
 from relax_cli.config.suggest import nearest
-
-_ONLY_THIS_COMMAND = ("config", "dry_run", "print_config")
-"""Options that :func:`to_toml` leaves out: they say what this command does, not what the run is."""
-
-
-class ConfigError(ValueError):
-    """Everything that is wrong with one start.
-
-    Attributes:
-        problems: one message each, with the option, where it was given, and the fix.
-    """
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = list(problems)
-        super().__init__("\n".join(self.problems))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """All settings of a run, resolved and checked. Picklable; needs no torch.
-
-    Attributes:
-        name: ``--tb-experiment-name``, or the one that was made for this run.
-        run_dir: absolute ``runs/NAME``: logs, metrics, summary.
-        trace_dir: absolute ``traces/NAME``: what the profilers write.
-        placement: processes of the run; None when the run takes all GPUs of a Ray cluster it has not joined yet.
-        given: names of the options that the user set, in snake_case. An SGLang server argument that was passed through
-            stands there under its own name, and so does ``sglang_extra``.
-        warnings: what is allowed but probably not meant.
-        notes: what a real start would still need; only a plan (``--dry-run``, ``--print-config``) may have some.
-    """
-
-    data: DataSettings
-    rollout: RolloutSettings
-    reward: RewardSettings
-    eval: EvalSettings
-    sglang: SGLangSettings
-    train: TrainSettings
-    sglang_profile: SGLangProfileSettings
-    train_profile: TrainProfileSettings
-    memory_profile: MemoryProfileSettings
-    cluster: ClusterSettings
-    run: RunSettings
-    logging: LoggingSettings
-    debug: DebugSettings
-    name: str
-    run_dir: Path
-    trace_dir: Path
-    placement: Placement | None
-    given: frozenset[str]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def folder(self) -> Path:
-        """The driver's current directory, which relative paths are relative to."""
-        return self.run_dir.parent.parent
-
-    def parts(self) -> list[Any]:
-        """All settings objects, the trainer's one by one."""
-        found: list[Any] = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, TrainSettings):
-                found += [getattr(value, f.name) for f in dataclasses.fields(value)]
-            elif hasattr(type(value), "TITLE"):
-                found.append(value)
-        return found
-
-    def rank_tag(self, rank: int) -> dict[str, int]:
-        """``{"rank", "dp", "tp", "pp"}`` of a trainer rank, for the names of its files."""
-        assert self.placement is not None, "the number of GPUs must be known before ranks have places"
-        return self.placement.rank_tag(rank)
 
 
 def resolve(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> RunConfig:
@@ -110,9 +31,7 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Run
     Raises:
         ConfigError: anything is wrong with the options; holds all problems.
     """
-    from relax_cli.checks.validate import problems_of, warnings_of
-
-    namespace = registry.namespace()
+    namespace = options.namespace()
     given, errors, failed, complete = _merge(argv, environ, namespace)
     values = {name: option.default for name, option in namespace.options.items()}
     values["sglang_extra"] = {}
@@ -178,11 +97,11 @@ def _build(values: dict[str, Any], given: frozenset[str]) -> RunConfig:
     def make(cls: type) -> Any:
         arguments = {}
         for field in dataclasses.fields(cls):
-            part = registry.part_class(cls, field.name)
+            part = options.part_class(cls, field.name)
             arguments[field.name] = make(part) if part else values[field.name]
         return cls(**arguments)
 
-    settings = {name: make(cls) for name, cls in registry.attributes(RunConfig).items()}
+    settings = {name: make(cls) for name, cls in options.attributes(RunConfig).items()}
     name = values["tb_experiment_name"] or run_name()
     here = Path.cwd()
     return RunConfig(
@@ -223,47 +142,9 @@ def fit(config: RunConfig, available_gpus: int) -> RunConfig:
     Raises:
         ConfigError: the options do not fit the cluster.
     """
-    from relax_cli.checks.validate import placement_problems
-
     placement = make_placement(config.cluster, config.train.parallel, config.sglang, available_gpus=available_gpus)
     fitted = dataclasses.replace(config, placement=placement)
     problems = placement_problems(fitted, available_gpus)
     if problems:
         raise ConfigError(problems)
     return fitted
-
-
-def to_toml(config: RunConfig) -> str:
-    """The options of a run as TOML for ``--config``: those that were given, and all others as comments.
-
-    Reading the text back gives the same settings and the same ``given``.
-    """
-    namespace = registry.namespace()
-    lines = [
-        "# Options of `relax train`. A comment shows a default, or what was derived from other options.",
-        '# "none" is what nobody set; where something follows from that at the start, it stands behind.',
-    ]
-    for part in config.parts():
-        lines += ["", f"# {type(part).TITLE}"]
-        for field in dataclasses.fields(part):
-            value = getattr(part, field.name)
-            if field.name == "sglang_extra":
-                lines += [f"sglang_{k} = {files.to_toml(v)}" for k, v in sorted(value.items())]
-            elif field.name in namespace.options and field.name not in _ONLY_THIS_COMMAND:
-                line = f"{field.name} = {files.to_toml(value)}"
-                how = _derivation(config, field) if value is None else ""
-                lines.append(line if field.name in config.given else f"# {line}{how}")
-    return "\n".join(lines) + "\n"
-
-
-_DEFAULT = re.compile(r"\b(?:[Dd]efault:?|by default) (.+?)(?:[.;](?= )|\.?$)")
-
-
-def _derivation(config: RunConfig, field: dataclasses.Field[Any]) -> str:
-    """What an option that is not set comes to be once the run starts, as its help says; empty when it stays unset."""
-    from relax_cli.checks.lengths import context_lengths
-
-    if field.name == "rollout_max_context_len" and (longest := context_lengths(config).trained) is not None:
-        return f"  # here {longest} tokens, from the model and --max-tokens-per-gpu"
-    found = _DEFAULT.search(field.metadata["help"])
-    return f"  # by default {found[1]}" if found else ""

@@ -1,0 +1,95 @@
+"""Waits of the driver: each says what it waits for, ends at a deadline, and gives way to a signal."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class StopRequested(Exception):
+    """The user asked the run to end (SIGINT or SIGTERM) and the current wait was given up."""
+
+
+@dataclasses.dataclass
+class StopFlag:
+    """Set by a signal handler, looked at by every wait of the driver."""
+
+    grace_s: float = 6.0
+    """How long the step in progress may still take after the signal."""
+    total_s: float = 8.0
+    """When the last actor is to be told to go; ending Ray itself takes another second or two."""
+    stepping: bool = False
+    """The start is over: there is a step that may be worth finishing."""
+    signal_number: int | None = None
+    at: float = 0.0
+
+    def set(self, signal_number: int) -> None:
+        if self.signal_number is None:
+            self.signal_number, self.at = signal_number, time.monotonic()
+
+    @property
+    def requested(self) -> bool:
+        return self.signal_number is not None
+
+    @property
+    def expired(self) -> bool:
+        """True when nothing is to be finished any more."""
+        return self.requested and (not self.stepping or time.monotonic() - self.at > self.grace_s)
+
+    def left(self, seconds: float) -> float:
+        """``seconds``, or what a requested stop leaves of them; never less than one."""
+        return min(seconds, max(1.0, self.at + self.total_s - time.monotonic())) if self.requested else seconds
+
+
+def wait_for(
+    refs: Any,
+    what: str,
+    *,
+    stop: StopFlag | None = None,
+    deadline_s: float,
+    remind_s: float = 60.0,
+    status: Callable[[], str] | None = None,
+) -> Any:
+    """``ray.get`` that says what it waits for, ends at a deadline and gives way to a stop request.
+
+    Args:
+        refs: one object reference or a list of them.
+        what: completes "waiting for ..." in messages.
+        deadline_s: seconds after which the wait is an error.
+        remind_s: seconds between two messages of a long wait.
+        status: asked for the details of such a message.
+
+    Raises:
+        TimeoutError: the deadline passed.
+        StopRequested: a stop was requested and its grace time is over.
+    """
+    import ray
+
+    many = isinstance(refs, list)
+    pending = list(refs) if many else [refs]
+    start = time.monotonic()
+    reminded = start
+    values: dict[Any, Any] = {}
+    while pending:
+        done, pending = ray.wait(pending, num_returns=len(pending), timeout=0.25)
+        for ref in done:
+            try:
+                values[ref] = ray.get(ref)  # raises at once what one of many raised, instead of waiting for the others
+            except ray.exceptions.RayActorError as error:  # it says which process died, not what it was doing
+                error.add_note(f"The run was waiting for {what}.")
+                raise
+        now = time.monotonic()
+        if not pending:
+            break
+        if stop is not None and stop.expired:
+            raise StopRequested(what)
+        if now - start > deadline_s:
+            raise TimeoutError(f"waited {now - start:.0f} s for {what}: giving up")
+        if now - reminded >= remind_s:
+            details = f": {status()}" if status is not None else ""
+            log.warning("still waiting for %s (%.0f s)%s", what, now - start, details)
+            reminded = now
+    return [values[ref] for ref in refs] if many else values[refs]

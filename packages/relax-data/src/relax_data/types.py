@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -253,3 +253,96 @@ class TrainBatch:
             oldest_versions=self.oldest_versions[index],
             names=[self.names[i] for i in indices],
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepManifest:
+    """What everybody may know of the samples of one training step: about 60 bytes a sample, no row. ``n`` samples.
+
+    The driver carries it, and every rank plans with it: which samples share a micro-batch, their weights in the loss,
+    their advantages. Rows (tokens, masks, log-probs) go from a :class:`RowSource` to the rank that needs them.
+
+    Attributes:
+        rollout_id: absolute id of the rollout that the samples came from.
+        names: how messages call each sample.
+        group_ids: int64 ``[n]``, equal for the responses to one prompt (the prompt's id).
+        rewards: float32 ``[n]``.
+        prompt_lengths: int64 ``[n]``, tokens.
+        response_lengths: int64 ``[n]``, tokens.
+        trained_tokens: float64 ``[n]``, sum of the loss mask.
+        oldest_versions: int64 ``[n]``, oldest policy version among each sample's tokens.
+    """
+
+    rollout_id: int
+    names: list[str]
+    group_ids: np.ndarray
+    rewards: np.ndarray
+    prompt_lengths: np.ndarray
+    response_lengths: np.ndarray
+    trained_tokens: np.ndarray
+    oldest_versions: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def total_lengths(self) -> np.ndarray:
+        """int64 ``[n]``: prompt plus response tokens of each sample."""
+        lengths: np.ndarray = self.prompt_lengths + self.response_lengths
+        return lengths
+
+    @classmethod
+    def of(cls, batch: TrainBatch) -> "StepManifest":
+        """The manifest of samples that are all at hand."""
+        return cls(
+            rollout_id=batch.rollout_id,
+            names=batch.names,
+            group_ids=batch.group_ids,
+            rewards=batch.rewards,
+            prompt_lengths=batch.total_lengths - batch.response_lengths,
+            response_lengths=batch.response_lengths,
+            trained_tokens=np.array([mask.sum(dtype=np.float64) for mask in batch.loss_masks], dtype=np.float64),
+            oldest_versions=batch.oldest_versions,
+        )
+
+    def select(self, indices: Sequence[int]) -> "StepManifest":
+        """The samples at ``indices``, in that order."""
+        index = np.asarray(indices, dtype=np.int64)
+        return StepManifest(
+            rollout_id=self.rollout_id,
+            names=[self.names[i] for i in indices],
+            group_ids=self.group_ids[index],
+            rewards=self.rewards[index],
+            prompt_lengths=self.prompt_lengths[index],
+            response_lengths=self.response_lengths[index],
+            trained_tokens=self.trained_tokens[index],
+            oldest_versions=self.oldest_versions[index],
+        )
+
+
+ROW_COLUMNS = ("tokens", "loss_masks", "rollout_log_probs")
+"""Columns of a row, as in :class:`TrainBatch`: one array a sample."""
+
+
+class RowSource(Protocol):
+    """Where a rank gets the rows of its own samples from."""
+
+    def fetch(self, indices: Sequence[int], columns: Sequence[str] = ROW_COLUMNS) -> dict[str, list[np.ndarray]]:
+        """The values of ``columns`` (see :data:`ROW_COLUMNS`) of the samples at these places of the manifest.
+
+        Raises:
+            TimeoutError: they did not come in time; the message names the rollout.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchRows:
+    """Rows of a batch that is at hand."""
+
+    batch: TrainBatch
+
+    def fetch(self, indices: Sequence[int], columns: Sequence[str] = ROW_COLUMNS) -> dict[str, list[np.ndarray]]:
+        """The rows, without copies."""
+        assert set(columns) <= set(ROW_COLUMNS), f"a row has the columns {ROW_COLUMNS}, not {columns}"
+        return {name: [getattr(self.batch, name)[i] for i in indices] for name in columns}

@@ -124,7 +124,7 @@ def _break_gradient(folder: Path) -> dict[str, Any]:
     before = weights_of(trainer)
     bad = make_batch()
     bad.rollout_log_probs[0][:] = -1.0
-    gradient = trainer._passes.gradient
+    gradient = trainer._forward_backward.gradient
 
     def broken(*args: Any) -> dict[str, float]:
         metrics = gradient(*args)
@@ -132,13 +132,13 @@ def _break_gradient(folder: Path) -> dict[str, Any]:
         parameter.main_grad[0, 0] = float("inf")
         return metrics
 
-    trainer._passes.gradient = broken
+    trainer._forward_backward.gradient = broken
     skipped = [trainer.train(bad, version=0) for _ in range(2)]
     after_skips = weights_of(trainer)
-    trainer._passes.gradient = gradient
+    trainer._forward_backward.gradient = gradient
     good = trainer.train(make_batch(), version=0)
     moved = weights_of(trainer)
-    trainer._passes.gradient = broken
+    trainer._forward_backward.gradient = broken
     error = ""
     for _ in range(3):
         try:
@@ -201,7 +201,7 @@ def test_the_reference_is_the_start_weights_and_stays(reference: Any, run_ranks:
     assert found["kl"][0] == 0
     assert found["kl"][1] > 0
     assert all(np.array_equal(a, b) for a, b in zip(*found["log_probs"], strict=True))
-    assert found["phases"] == ["time/ref_log_probs", "time/train"]
+    assert found["phases"] == ["time/fetch", "time/ref_log_probs", "time/train"]
 
 
 def test_the_reference_may_be_another_model(reference: Any, run_ranks: RunRanks) -> None:

@@ -207,23 +207,23 @@ LAYOUTS = {
     ),
     "PP2 x EP2": (4, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}),
 }
-WITHOUT_EXPERTS = [parallel for parallel in LAYOUTS if "EP2" not in parallel]
+WITHOUT_EXPERTS = [layout for layout in LAYOUTS if "EP2" not in layout]
 WITH_EXPERTS = ["one rank", "EP2", "TP2+SP x EP2", "PP2 x EP2"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "parallel"),
+    ("kind", "layout"),
     [
-        *(("plain", parallel) for parallel in ("one rank", "DP2", "PP2")),
-        *(("everything", parallel) for parallel in WITHOUT_EXPERTS),
-        *(("experts", parallel) for parallel in WITH_EXPERTS),
+        *(("plain", layout) for layout in ("one rank", "DP2", "PP2")),
+        *(("everything", layout) for layout in WITHOUT_EXPERTS),
+        *(("experts", layout) for layout in WITH_EXPERTS),
     ],
 )
 def test_log_probs_losses_and_weights_equal_the_oracle(
-    oracle: Callable[[str], tuple[s.TrainSettings, Trace]], run_ranks: RunRanks, kind: str, parallel: str
+    oracle: Callable[[str], tuple[s.TrainSettings, Trace]], run_ranks: RunRanks, kind: str, layout: str
 ) -> None:
     settings, expected = oracle(kind)
-    world, parallel = LAYOUTS[parallel]
+    world, parallel = LAYOUTS[layout]
     settings = dataclasses.replace(settings, parallel=s.ParallelSettings(**parallel))
     traces: list[Trace] = run_ranks(run_trainer, world, settings)
     for trace in traces:
@@ -292,14 +292,14 @@ def _resumed(settings: s.TrainSettings, folder: str) -> tuple[Any, dict[str, tor
     return loaded, weights, [m["train/lr"] for m in metrics]
 
 
-@pytest.mark.parametrize("parallel", ["one rank", "DP2", "TP2+SP"])
+@pytest.mark.parametrize("layout", ["one rank", "DP2", "TP2+SP"])
 def test_a_resumed_run_ends_with_the_weights_of_a_straight_one(
-    oracle: Callable[[str], tuple[s.TrainSettings, Trace]], run_ranks: RunRanks, tmp_path: Path, parallel: str
+    oracle: Callable[[str], tuple[s.TrainSettings, Trace]], run_ranks: RunRanks, tmp_path: Path, layout: str
 ) -> None:
     from transformers import Qwen3ForCausalLM
 
     settings, _ = oracle("everything")
-    world, parallel = LAYOUTS[parallel]
+    world, parallel = LAYOUTS[layout]
     schedule = dataclasses.replace(settings.optimizer, lr_decay_style="linear", lr_decay_iters=8, lr_warmup_iters=2)
     settings = dataclasses.replace(settings, parallel=s.ParallelSettings(**parallel), optimizer=schedule)
     folder = str(tmp_path / "checkpoints")

@@ -8,19 +8,52 @@ that PREDICTS it, one before its own.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from relax_data.packing.costs import CostModel
 from relax_data.packing.pack import balance, pack, pack_static
-from relax_data.types import TrainBatch
 
 from relax_train.models.context_parallel import zigzag_positions
 from relax_train.settings.batch import BatchSettings
 
 if TYPE_CHECKING:
     import torch
+
+
+class Lengths(Protocol):
+    """What planning needs of ``n`` samples: a manifest, or a batch of any kind."""
+
+    @property
+    def names(self) -> list[str]:
+        """How messages call each sample."""
+        ...
+
+    @property
+    def response_lengths(self) -> np.ndarray:
+        """int64 ``[n]``, tokens."""
+        ...
+
+    @property
+    def total_lengths(self) -> np.ndarray:
+        """int64 ``[n]``, prompt plus response tokens."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class Samples(Lengths, Protocol):
+    """Samples of which at least this rank's have their tokens."""
+
+    @property
+    def tokens(self) -> "Values":
+        """int64 ``[prompt + response]`` by place."""
+        ...
+
+
+Values = Sequence[np.ndarray] | Mapping[int, np.ndarray]
+"""One array a sample, by place; a mapping holds those of some samples only."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +132,7 @@ class MicroBatch:
         return result
 
 
-def optimizer_steps(batch: TrainBatch, settings: BatchSettings) -> list[list[int]]:
+def optimizer_steps(batch: Lengths, settings: BatchSettings) -> list[list[int]]:
     """Samples of each optimizer step: in the order in which they came, or, with ``--balance-data`` and several steps,
     dealt so that all steps have about as many tokens (responses to one prompt may then fall into different steps).
 
@@ -149,7 +182,7 @@ def _cap_flag(settings: BatchSettings, forward_only: bool) -> str:
     return "--log-probs-max-tokens-per-gpu" if own else "--max-tokens-per-gpu"
 
 
-def check_samples(batch: TrainBatch, settings: BatchSettings, split: Split, *, forward_only: bool = False) -> None:
+def check_samples(batch: Lengths, settings: BatchSettings, split: Split, *, forward_only: bool = False) -> None:
     """Raises what would stop a pass over ``batch``, before anything has run.
 
     Raises:
@@ -164,14 +197,14 @@ def check_samples(batch: TrainBatch, settings: BatchSettings, split: Split, *, f
     for i in np.flatnonzero(lengths > cap):
         tokens = settings.log_probs_cap if forward_only else settings.max_tokens_per_gpu
         raise ValueError(
-            f"{batch.names[i]} has {len(batch.tokens[i])} tokens (padded {lengths[i]}), more than a micro-batch may "
+            f"{batch.names[i]} has {batch.total_lengths[i]} tokens (padded {lengths[i]}), more than a micro-batch may "
             f"hold: {_cap_flag(settings, forward_only)} {tokens} x --context-parallel-size {split.cp_size}: raise one "
             "of them, or lower --rollout-max-response-len"
         )
 
 
 def plan_micro_batches(
-    batch: TrainBatch, settings: BatchSettings, split: Split, *, forward_only: bool = False
+    batch: Lengths, settings: BatchSettings, split: Split, *, forward_only: bool = False
 ) -> list[list[list[int]]]:
     """Which samples share a forward pass.
 
@@ -202,16 +235,16 @@ def plan_micro_batches(
     return [[rank[i * size : (i + 1) * size] for i in range(count)] for rank in ranks]
 
 
-def response_offsets(batch: TrainBatch) -> NDArray[np.int64]:
+def response_offsets(batch: Lengths) -> NDArray[np.int64]:
     """int64 ``[n + 1]``: where each sample begins when all response tokens lie one after the other."""
     return np.concatenate([[0], np.cumsum(batch.response_lengths)]).astype(np.int64)
 
 
 def build_micro_batch(
-    batch: TrainBatch,
+    batch: Samples,
     indices: Sequence[int],
     split: Split,
-    columns: Mapping[str, Sequence[np.ndarray]] | None = None,
+    columns: Mapping[str, Values] | None = None,
 ) -> MicroBatch:
     """Packs samples into one row and takes this context-parallel rank's part of it.
 
@@ -219,7 +252,8 @@ def build_micro_batch(
         batch: where the samples are.
         indices: which, in this order; none gives the shortest row that is possible, with nothing to train.
         split: parallel sizes.
-        columns: values per response token, for each name one ``[response]`` array for EVERY sample of ``batch``.
+        columns: values per response token, for each name one ``[response]`` array for each of ``indices``, by its
+            place in ``batch``.
     """
     columns = columns or {}
     lengths = split.padded(batch.total_lengths[np.asarray(indices, dtype=np.int64)])
@@ -260,7 +294,7 @@ def build_micro_batch(
     )
 
 
-def split_responses(flat: np.ndarray, batch: TrainBatch) -> list[np.ndarray]:
+def split_responses(flat: np.ndarray, batch: Lengths) -> list[np.ndarray]:
     """The per-sample ``[response]`` pieces of a column that holds all response tokens one after the other."""
     offsets = response_offsets(batch)
     return [flat[offsets[i] : offsets[i + 1]] for i in range(len(batch))]

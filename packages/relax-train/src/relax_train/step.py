@@ -1,7 +1,7 @@
 """ForwardBackward of a batch through the model: forward only for log-probs, forward and backward for the gradient.
 
-Both run megatron-core's schedules, so pipeline parallelism is the same code. Every rank is called with the same batch
-and picks its own samples and its own part of them.
+Both run megatron-core's schedules, so pipeline parallelism is the same code. Every rank is called with the same
+samples, of which it has the rows of its own, and takes its own part of them.
 """
 
 import functools
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from relax_data.types import TrainBatch
 
 from relax_train.algorithms.logprobs import effective_temperature, token_log_probs
 from relax_train.algorithms.losses import MAXIMA, MEANS, metric_names, policy_loss
@@ -20,8 +19,11 @@ from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.mcore import PackedSeqParams, finalize_model_grads, get_forward_backward_func
 from relax_train.backend.optimizer import Optimizer, StepResult
 from relax_train.batching import (
+    Lengths,
     MicroBatch,
+    Samples,
     Split,
+    Values,
     build_micro_batch,
     plan_micro_batches,
     response_offsets,
@@ -34,8 +36,11 @@ from relax_train.settings import TrainSettings
 Row = dict[str, torch.Tensor]
 """The tensors of a micro-batch: :meth:`relax_train.batching.MicroBatch.to`."""
 
-Columns = Mapping[str, Sequence[np.ndarray]]
-"""Values per response token: for each name one ``[response]`` array a sample."""
+Columns = Mapping[str, Values]
+"""Values per response token: for each name one ``[response]`` array for each sample of this rank, by its place."""
+
+Plan = list[list[int]]
+"""Micro-batches of one rank: places of the samples of each."""
 
 
 class ForwardBackward:
@@ -61,8 +66,25 @@ class ForwardBackward:
             cost=cost_model(model.hf_config),
         )
 
-    def log_probs(self, batch: TrainBatch) -> list[np.ndarray]:
+    def plan(self, samples: Lengths, *, forward_only: bool) -> Plan:
+        """The micro-batches of this rank.
+
+        Args:
+            samples: of one optimizer step, or of a rollout for a forward-only pass; no rows are needed.
+            forward_only: whether this is for a log-prob pass, which has its own cap.
+
+        Raises:
+            ValueError: a sample does not fit into a micro-batch; the message names it.
+        """
+        plan = plan_micro_batches(samples, self._settings.batch, self.split, forward_only=forward_only)
+        return plan[self._model.parallel.dp_rank]
+
+    def log_probs(self, batch: Samples, plan: Plan | None = None) -> list[np.ndarray]:
         """Log-probability of every response token under the model, without gradient.
+
+        Args:
+            batch: the samples; those of this rank's part of the plan have their rows.
+            plan: what :meth:`plan` gave for them.
 
         Returns:
             float32 ``[response]`` per sample, in the order of the batch, the same on every rank.
@@ -71,7 +93,7 @@ class ForwardBackward:
             ValueError: a sample does not fit into a micro-batch; the message names it.
         """
         parallel = self._model.parallel
-        rows = self._rows(batch, {}, forward_only=True)
+        rows = self._rows(batch, {}, self.plan(batch, forward_only=True) if plan is None else plan)
         total = int(response_offsets(batch)[-1])
         # One more place, where the positions that predict no response token go.
         flat = torch.zeros(total + 1, dtype=torch.float32, device=parallel.device)
@@ -86,13 +108,14 @@ class ForwardBackward:
             _from_last_stage(flat, self._model)
         return split_responses(flat[:total].cpu().numpy(), batch)
 
-    def gradient(self, batch: TrainBatch, columns: Columns) -> dict[str, float]:
+    def gradient(self, batch: Samples, columns: Columns, plan: Plan | None = None) -> dict[str, float]:
         """Adds the gradient of the loss of one optimizer step to the gradient buffers, complete over all ranks.
 
         Args:
-            batch: the samples of the optimizer step.
+            batch: the samples of the optimizer step; those of this rank's part of the plan have their rows.
             columns: ``weights``, ``mask``, ``advantages``, ``rollout_log_probs``, and optionally ``old_log_probs`` and
                 ``ref_log_probs``: the arguments of :func:`relax_train.algorithms.losses.policy_loss`.
+            plan: what :meth:`plan` gave for them.
 
         Returns:
             metrics of the step over all ranks, the same on every rank, and ``micro_batches`` of a rank.
@@ -101,17 +124,15 @@ class ForwardBackward:
             ValueError: a sample does not fit into a micro-batch; the message names it.
         """
         self._model.config.finalize_model_grads_func = _finalize
-        rows = self._rows(batch, columns, forward_only=False)
+        rows = self._rows(batch, columns, self.plan(batch, forward_only=False) if plan is None else plan)
         with DeviceContext():
             sums = self._schedule(rows, self._row_loss, forward_only=False)
             return self._step_metrics(sums) | {"micro_batches": float(len(rows))}
 
     # ------------------------------------------------------------------ rows through the model
 
-    def _rows(self, batch: TrainBatch, columns: Columns, *, forward_only: bool) -> list[MicroBatch]:
-        plan = plan_micro_batches(batch, self._settings.batch, self.split, forward_only=forward_only)
-        mine = plan[self._model.parallel.dp_rank]
-        return [build_micro_batch(batch, indices, self.split, columns) for indices in mine]
+    def _rows(self, batch: Samples, columns: Columns, plan: Plan) -> list[MicroBatch]:
+        return [build_micro_batch(batch, indices, self.split, columns) for indices in plan]
 
     def _schedule(self, rows: Sequence[MicroBatch], finish: Callable[..., Any], *, forward_only: bool) -> list[Any]:
         """Runs all rows; what ``finish(row, output)`` gave for each on the last pipeline stage, nothing elsewhere."""

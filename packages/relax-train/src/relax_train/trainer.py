@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from relax_data.types import TrainBatch
+from relax_data.types import BatchRows, RowSource, StepManifest, TrainBatch
 
-from relax_train.algorithms.advantages import compute_advantages
-from relax_train.algorithms.losses import token_weights
+from relax_train.algorithms.advantages import check_rewards, group_normalized, whitened
+from relax_train.algorithms.losses import masked_weights, weight_divisors
 from relax_train.algorithms.reference import ReferenceWeights
+from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.offload import Offload
 from relax_train.backend.optimizer import Optimizer, build_optimizer
 from relax_train.backend.parallel import ParallelState, setup_parallel, teardown_parallel
@@ -28,8 +29,9 @@ from relax_train.models.build import Model, build_model, check_same_architecture
 from relax_train.models.export import weight_buckets
 from relax_train.models.hf_mapping import load_hf_weights
 from relax_train.observer import NullObserver, StepObserver
+from relax_train.rows import RankBatch, fetch_rows
 from relax_train.settings import TrainSettings
-from relax_train.step import ForwardBackward, update_weights
+from relax_train.step import ForwardBackward, Plan, update_weights
 
 T = TypeVar("T")
 
@@ -195,11 +197,14 @@ class Trainer:
         self._awake()
         return _there(self._forward_backward).log_probs(batch)
 
-    def train(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
+    def train(
+        self, samples: TrainBatch | StepManifest, rows: RowSource | None = None, *, version: int
+    ) -> dict[str, float]:
         """All optimizer steps on one rollout.
 
         Args:
-            batch: the whole rollout, the same on every rank.
+            samples: the whole rollout, the same on every rank: its manifest, or the batch itself.
+            rows: where this rank gets the rows of its own samples; needed with a manifest.
             version: version of the weights before these steps, for the staleness of the samples.
 
         Returns:
@@ -207,59 +212,102 @@ class Trainer:
             ``time/...``: seconds of this rank in phases that do not overlap.
 
         Raises:
-            ValueError: the batch does not fit the settings; nothing was trained. The message names sample and flag.
+            ValueError: the samples do not fit the settings; nothing was trained. The message names sample and flag.
             FloatingPointError: the gradient of several optimizer steps in a row was not finite.
         """
-        if len(batch) == 0:
-            raise ValueError(f"rollout {batch.rollout_id} has no samples: there is nothing to train on")
+        if isinstance(samples, TrainBatch):
+            rows = BatchRows(samples)
+            samples = StepManifest.of(samples)
+        assert rows is not None, "a manifest comes with a source of its rows"
+        if len(samples) == 0:
+            raise ValueError(f"rollout {samples.rollout_id} has no samples: there is nothing to train on")
         self._awake()
         offset, self._offset = self._offset, self._offset + 1
         with self._observer.phase("train_overall", offset):
-            return self._train(batch, version, offset)
+            return self._train(samples, rows, version, offset)
 
-    def _train(self, batch: TrainBatch, version: int, offset: int) -> dict[str, float]:
+    def _train(self, manifest: StepManifest, rows: RowSource, version: int, offset: int) -> dict[str, float]:
         settings, forward_backward, timer = self._settings, _there(self._forward_backward), PhaseTimer(self.parallel)
-        steps = optimizer_steps(batch, settings.batch)
+        steps = optimizer_steps(manifest, settings.batch)
         needs_old = len(steps) > 1 or settings.algorithm.kl_coef != 0 or self._always_log_probs
-        check_samples(batch, settings.batch, forward_backward.split)
+        check_samples(manifest, settings.batch, forward_backward.split)
+        plans = [forward_backward.plan(manifest.select(indices), forward_only=False) for indices in steps]
+        mine = sorted(indices[i] for indices, plan in zip(steps, plans, strict=True) for row in plan for i in row)
+        forward_plan: Plan | None = None
         if needs_old or self._reference is not None:
-            check_samples(batch, settings.batch, forward_backward.split, forward_only=True)
+            forward_plan = forward_backward.plan(manifest, forward_only=True)
+        with timer.phase("fetch"):
+            batch = fetch_rows(manifest, rows, sorted({*mine, *(i for row in forward_plan or () for i in row)}))
         old = ref = None
         with self._observer.phase("train_log_probs", offset):
             if self._reference is not None:
                 with timer.phase("ref_log_probs"), self._reference.put_in():
-                    ref = forward_backward.log_probs(batch)
+                    ref = forward_backward.log_probs(batch, forward_plan)
             if needs_old:
                 with timer.phase("log_probs"):
-                    old = forward_backward.log_probs(batch)
-        advantages = compute_advantages(batch, settings.algorithm, old_log_probs=old, ref_log_probs=ref)
-        columns: dict[str, list[np.ndarray]] = {
-            "mask": batch.loss_masks,
-            "rollout_log_probs": batch.rollout_log_probs,
-            "advantages": [np.full(n, a) for n, a in zip(batch.response_lengths, advantages, strict=True)],
+                    old = forward_backward.log_probs(batch, forward_plan)
+        advantages = self._advantages(batch, mine, old, ref)
+        columns: dict[str, dict[int, np.ndarray]] = {
+            "mask": {i: batch.loss_masks[i] for i in mine},
+            "rollout_log_probs": {i: batch.rollout_log_probs[i] for i in mine},
+            "advantages": {i: np.full(manifest.response_lengths[i], advantages[i]) for i in mine},
         }
         if old is not None and len(steps) > 1:
-            columns["old_log_probs"] = old
+            columns["old_log_probs"] = {i: old[i] for i in mine}
         if ref is not None:
-            columns["ref_log_probs"] = ref
+            columns["ref_log_probs"] = {i: ref[i] for i in mine}
         with self._observer.phase("train_actor", offset), timer.phase("train"):
-            metrics = _mean_of_steps([self._step(batch, indices, columns) for indices in steps])
+            metrics = _mean_of_steps(
+                [self._step(batch, indices, plan, columns) for indices, plan in zip(steps, plans, strict=True)]
+            )
         return (
             {f"train/{name}": value for name, value in metrics.items()}
             | {"train/samples": float(len(batch)), "train/total_tokens": float(batch.total_lengths.sum())}
-            | _staleness(batch, version)
+            | _staleness(manifest, version)
             | {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
         )
 
-    def _step(self, batch: TrainBatch, indices: list[int], columns: dict[str, list[np.ndarray]]) -> dict[str, float]:
-        """One optimizer step on the samples ``indices`` of ``batch``."""
+    def _advantages(
+        self, batch: RankBatch, mine: list[int], old: list[np.ndarray] | None, ref: list[np.ndarray] | None
+    ) -> np.ndarray:
+        settings, manifest = self._settings.algorithm, batch.manifest
+        check_rewards(manifest.names, manifest.rewards)
+        rewards = manifest.rewards.astype(np.float64)
+        if settings.kl_coef != 0:
+            assert old is not None, "--kl-coef needs the log-probs of the policy"
+            assert ref is not None, "--kl-coef needs the log-probs of the reference"
+            kl = np.zeros(len(batch))
+            for i in mine:
+                kl[i] = float(((old[i].astype(np.float64) - ref[i]) * batch.loss_masks[i]).sum())
+            rewards -= settings.kl_coef * self._sum_over_data_parallel(kl)
+        advantages = group_normalized(
+            rewards, manifest.group_ids, divide_by_std=not settings.disable_grpo_std_normalization
+        )
+        return whitened(advantages, manifest.trained_tokens) if settings.normalize_advantages else advantages
+
+    def _sum_over_data_parallel(self, values: np.ndarray) -> np.ndarray:
+        """Adds up what data-parallel ranks know of their own samples; float64 of the same shape."""
+        total = torch.from_numpy(values.astype(np.float64)).to(self.parallel.device)
+        with DeviceContext():
+            dist.all_reduce(total, group=self.parallel.dp_group)
+        result: np.ndarray = total.cpu().numpy()
+        return result
+
+    def _step(
+        self, batch: RankBatch, indices: list[int], plan: Plan, columns: dict[str, dict[int, np.ndarray]]
+    ) -> dict[str, float]:
+        """One optimizer step on the samples ``indices`` of ``batch``; ``plan`` counts within them."""
         forward_backward, optimizer = _there(self._forward_backward), _there(self._optimizer)
         samples = batch.select(indices)
-        chosen = {name: [column[i] for i in indices] for name, column in columns.items()}
-        per_token = self._settings.algorithm.calculate_per_token_loss
-        chosen["weights"] = list(token_weights(samples.loss_masks, per_token=per_token))
+        chosen = {
+            name: {i: column[old] for i, old in enumerate(indices) if old in column} for name, column in columns.items()
+        }
+        divisors = weight_divisors(
+            samples.manifest.trained_tokens, per_token=self._settings.algorithm.calculate_per_token_loss
+        )
+        chosen["weights"] = {i: masked_weights(mask, divisors[i]) for i, mask in chosen["mask"].items()}
         optimizer.zero_grad()
-        metrics = forward_backward.gradient(samples, chosen)
+        metrics = forward_backward.gradient(samples, chosen, plan)
         result = update_weights(optimizer)
         if result is not None:
             self._skipped_in_a_row = 0
@@ -307,9 +355,9 @@ def _mean_of_steps(steps: list[dict[str, float]]) -> dict[str, float]:
     return result
 
 
-def _staleness(batch: TrainBatch, version: int) -> dict[str, float]:
+def _staleness(manifest: StepManifest, version: int) -> dict[str, float]:
     """Versions between the weights that are trained and the oldest token of a sample."""
-    ages = version - batch.oldest_versions
+    ages = version - manifest.oldest_versions
     return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
 
 

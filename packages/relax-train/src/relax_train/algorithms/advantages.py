@@ -1,5 +1,7 @@
 """Advantages of the samples of a rollout: host arithmetic in float64, the same on every rank."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from relax_data.types import TrainBatch
@@ -103,9 +105,7 @@ def compute_advantages(
     Raises:
         ValueError: a reward is not finite; the message names the sample.
     """
-    for name, reward in zip(batch.names, batch.rewards, strict=True):
-        if not np.isfinite(reward):
-            raise ValueError(f"{name}: its reward is {reward}; the reward function must return a finite number")
+    check_rewards(batch.names, batch.rewards)
     rewards = batch.rewards.astype(np.float64)
     if settings.kl_coef != 0:
         assert old_log_probs is not None, "--kl-coef needs the log-probs of the policy"
@@ -115,3 +115,10 @@ def compute_advantages(
     if settings.normalize_advantages:
         advantages = whitened(advantages, [mask.sum() for mask in batch.loss_masks])
     return advantages
+
+
+def check_rewards(names: Sequence[str], rewards: np.ndarray) -> None:
+    """Raises where a reward is not finite; the message names the sample."""
+    for name, reward in zip(names, rewards, strict=True):
+        if not np.isfinite(reward):
+            raise ValueError(f"{name}: its reward is {reward}; the reward function must return a finite number")

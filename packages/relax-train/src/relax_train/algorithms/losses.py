@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from relax_train.settings.algorithm import AlgorithmSettings, KLLossType
 
@@ -64,12 +64,30 @@ def token_weights(masks: Sequence[np.ndarray], *, per_token: bool) -> list[NDArr
     Returns:
         float64 ``[response]`` per sample; all zero when nothing is trained.
     """
-    counts = np.array([m.sum(dtype=np.float64) for m in masks])
+    divisors = weight_divisors([m.sum(dtype=np.float64) for m in masks], per_token=per_token)
+    return [masked_weights(mask, divisor) for mask, divisor in zip(masks, divisors, strict=True)]
+
+
+def weight_divisors(trained_tokens: ArrayLike, *, per_token: bool) -> NDArray[np.float64]:
+    """What the loss mask of each sample is divided by to give its weights (:func:`token_weights`).
+
+    Args:
+        trained_tokens: ``[n]``, sum of the loss mask of EVERY sample of the step.
+        per_token: as for :func:`token_weights`.
+
+    Returns:
+        float64 ``[n]``; 0 for a sample of which nothing is trained.
+    """
+    counts = np.asarray(trained_tokens, dtype=np.float64)
     total = counts.sum() if per_token else float((counts > 0).sum())
-    weights = []
-    for mask, count in zip(masks, counts, strict=True):
-        scale = total if per_token else total * count
-        weights.append(mask.astype(np.float64) / scale if count > 0 else np.zeros(len(mask)))
+    return np.where(counts > 0, total if per_token else total * counts, 0.0)
+
+
+def masked_weights(mask: np.ndarray, divisor: float) -> NDArray[np.float64]:
+    """Weights of the tokens of one sample, float64 ``[response]``: its loss mask over its divisor."""
+    if divisor == 0:
+        return np.zeros(len(mask))
+    weights: NDArray[np.float64] = mask.astype(np.float64) / divisor
     return weights
 
 

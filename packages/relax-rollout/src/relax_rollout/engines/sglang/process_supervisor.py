@@ -7,6 +7,10 @@ signal; and when the command itself ends, it ends what the command left behind.
 
 It writes ``pid <n>`` to its standard output once the command runs, and exits with the command's exit code
 (128 + signal number for a signal).
+
+It is two processes. The one that the owner started only stands in for the other: it passes signals on and hands the
+exit code back. A Ray worker that ends kills its children (not theirs) with a signal that nobody can catch; when that
+hits the stand-in, the other one still ends the tree and removes what it has left.
 """
 
 import contextlib
@@ -20,12 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 TICK_S = 1.0
 END_DEADLINE_S = 10.0
-SHM_SCAN_TICKS = 5
+SHM = "/dev/shm"
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TRACKER_GRACE_S = 4.0
 
 
@@ -66,13 +72,13 @@ def shared_memory(pids: list[int]) -> set[str]:
         try:
             with open(f"/proc/{pid}/maps", errors="replace") as f:
                 for line in f:
-                    if "/dev/shm/" in line:
+                    if f"{SHM}/" in line:
                         inodes.add(int(line.split(maxsplit=5)[4]))
         except (OSError, ValueError, IndexError):
             continue
     if not inodes:
         return set()
-    with os.scandir("/dev/shm") as files:
+    with os.scandir(SHM) as files:
         return {file.path for file in files if file.inode() in inodes}
 
 
@@ -85,15 +91,41 @@ def is_tracker(pid: int) -> bool:
         return False
 
 
-class ProcessSupervisor:
-    """One command and everything below it."""
+class SharedMemory:
+    """Files under /dev/shm that a tree was seen to have mapped: a process that is dead cannot tell any more."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.looked_at = 0
+
+    def look(self, pids: Callable[[], list[int]]) -> None:
+        """Looks at the processes, when files came or went since the last look."""
+        try:
+            changed = os.stat(SHM).st_mtime_ns
+        except OSError:
+            return
+        if changed == self.looked_at:
+            return
+        self.files |= shared_memory(pids())
+        # A file is made first and mapped a moment later: after one that came just now, look again.
+        if time.time_ns() - changed > 2e9 * TICK_S:
+            self.looked_at = changed
+
+
+class ProcessSupervisor:
+    """One command and everything below it.
+
+    Args:
+        command: its words.
+        parent: pid of the stand-in.
+    """
+
+    def __init__(self, command: list[str], parent: int) -> None:
         self.libc = ctypes.CDLL(None, use_errno=True)
         self.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self.parent = os.getppid()
+        self.parent = parent
         self.started = time.time()
-        self.shm: set[str] = set()
+        self.shm = SharedMemory()
         self.code: int | None = None
         self.reason = "the command ended"
         # Sockets and temporary files of the tree go into one folder that is removed at the end.
@@ -107,9 +139,11 @@ class ProcessSupervisor:
         os.set_blocking(self.wake_read, False)
         signal.set_wakeup_fd(wake_write)
         self.told: list[int] = []
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in ENDING:
             signal.signal(number, lambda n, _frame: self.told.append(n))
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        # The end of the stand-in wakes us at once, not at the next tick.
+        self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         me = os.getpid()
         self.child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment, preexec_fn=lambda: self._in_child(me)
@@ -135,16 +169,15 @@ class ProcessSupervisor:
 
     def watch(self) -> None:
         """Returns when the tree has to end."""
-        ticks = 0
         while True:
             self.reap()
             if self.code is not None:
                 return
-            if self.told:
-                self.reason = f"signal {self.told[0]}"
-                return
             if os.getppid() != self.parent:
                 self.reason = "the owner is gone"
+                return
+            if self.told:
+                self.reason = f"signal {self.told[0]}"
                 return
             readable, _, _ = select.select([0, self.wake_read], [], [], TICK_S)
             if self.wake_read in readable:
@@ -152,9 +185,7 @@ class ProcessSupervisor:
             if 0 in readable and not os.read(0, 4096):
                 self.reason = "the owner closed the pipe"
                 return
-            ticks += 1
-            if ticks % SHM_SCAN_TICKS == 0:
-                self.shm |= shared_memory(descendants(os.getpid()))
+            self.shm.look(lambda: descendants(os.getpid()))
 
     def end_tree(self) -> None:
         """Kills everything below us and removes what it left in /dev/shm and in the temporary folder."""
@@ -164,7 +195,7 @@ class ProcessSupervisor:
         while time.monotonic() < deadline:
             alive = descendants(os.getpid())
             if first:
-                self.shm |= shared_memory(alive)
+                self.shm.files |= shared_memory(alive)
                 first = False
             if not alive:
                 break
@@ -176,7 +207,7 @@ class ProcessSupervisor:
                         continue
             time.sleep(0.02)
             self.reap()
-        for path in self.shm:
+        for path in self.shm.files:
             try:
                 # Mapped by us and made after we started: ours.
                 if os.stat(path).st_ctime >= self.started - 1:
@@ -186,8 +217,9 @@ class ProcessSupervisor:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def main(command: list[str]) -> int:
-    supervisor = ProcessSupervisor(command)
+def supervise(command: list[str], parent: int) -> int:
+    """Runs the command until the tree has to end, and ends it; returns the exit code."""
+    supervisor = ProcessSupervisor(command, parent)
     with contextlib.suppress(BrokenPipeError):
         print(f"pid {supervisor.child.pid}", flush=True)
     supervisor.watch()
@@ -197,6 +229,34 @@ def main(command: list[str]) -> int:
         print(f"[relax] the server ended with exit code {supervisor.code}", file=sys.stderr, flush=True)
     supervisor.end_tree()
     return supervisor.code if supervisor.code is not None else 0
+
+
+def stand_in(supervisor_pid: int, owner: int) -> int:
+    """Passes signals on to the supervisor and ends when the owner does; returns the supervisor's exit code."""
+    # The pipes are the supervisor's: kept open here they would outlive it.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    signals = {*ENDING, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    while True:
+        pid, status = os.waitpid(supervisor_pid, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+        if os.getppid() != owner:
+            return 1  # the supervisor notices, and nobody asks for a code
+        told = signal.sigtimedwait(signals, TICK_S)
+        if told is not None and told.si_signo in ENDING:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(supervisor_pid, told.si_signo)
+
+
+def main(command: list[str]) -> int:
+    """Runs the command below a supervisor, which is a process of its own."""
+    me, owner = os.getpid(), os.getppid()
+    pid = os.fork()
+    return stand_in(pid, owner) if pid else supervise(command, me)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engine_gate import Gate
+from leftovers import Leftovers
 
 # Before torch, ray or megatron are imported anywhere: one thread a process on small machines, no hub look-ups, no
 # compilation of megatron's helpers on CPU, and no uv inside Ray's workers.
@@ -18,6 +20,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Without byte code every process of the tests compiles torch's modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives the session a temporary folder of its own and fails it for whatever it leaves behind."""
+    config.pluginmanager.register(Leftovers(), "leftovers")
 
 
 @pytest.fixture(scope="session")
@@ -65,34 +72,37 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class RunningServer:
-    """A real SGLang server: where it listens, the model it started with, its log, its process."""
+    """A real SGLang server: where it listens, the model it started with, its log, its process, and what holds it."""
 
     url: str
     model_path: Path
     log_path: Path
     pid: int
+    gate: Gate
 
 
 @pytest.fixture(scope="session")
 def sglang_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """One SGLang server on CPU with ``tiny_model``; starts once (about a minute) and stops at the end.
 
-    Tests that change its weights push the start weights back.
+    Tests that change its weights push the start weights back, and those that close its gate open it again.
     """
     from relax_rollout.engines.sglang.server import SGLangServer
     from relax_rollout.engines.sglang.settings import SGLangSettings
 
-    log_path = tmp_path_factory.mktemp("sglang") / "engine0.log"
+    folder = tmp_path_factory.mktemp("sglang")
+    log_path, gate = folder / "engine0.log", Gate(folder)
     server = SGLangServer(
-        SGLangSettings(),
+        SGLangSettings(sglang_extra=gate.options()),
         model_path=tiny_model,
         name="engine0",
         log_path=log_path,
         device="cpu",
         dtype="float32",
     )
-    server.start(deadline_s=580)
+    with gate.importable():
+        server.start(deadline_s=580)
     try:
-        yield RunningServer(server.url, tiny_model, log_path, server.pid)
+        yield RunningServer(server.url, tiny_model, log_path, server.pid, gate)
     finally:
         server.stop()

@@ -2,12 +2,13 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_gate import Gate, underway
 from relax_rollout.engines.base import GenerateRequest, GenerateResult, SamplingParams
 from relax_rollout.engines.sglang.client import SGLangEngine
 
@@ -20,11 +21,20 @@ LONG = SamplingParams(max_new_tokens=1500, ignore_eos=True)
 @pytest.fixture
 async def engine(sglang_server: Any) -> AsyncIterator[SGLangEngine]:
     """The engine; afterwards it runs nothing and is not paused, whatever the test did."""
-    engine = SGLangEngine(sglang_server.url, name="engine0", log_path=sglang_server.log_path, generate_timeout_s=200)
+    engine = SGLangEngine(sglang_server.url, name="engine0", log_path=sglang_server.log_path, generate_timeout_s=400)
     yield engine
+    sglang_server.gate.open()
     await engine.pause("abort")
     await engine.resume()
     await engine.close()
+
+
+@pytest.fixture
+def gate(sglang_server: Any) -> Iterator[Gate]:
+    """Closed for the test: what it sends stays in flight until it opens the gate or ends the request."""
+    sglang_server.gate.close()
+    yield sglang_server.gate
+    sglang_server.gate.open()
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +94,17 @@ async def test_streamed_and_whole_answers_agree(engine: SGLangEngine, sglang_ser
     assert error_of(model, streamed) < 1e-4
 
 
-async def test_an_abort_returns_what_there_is_and_spares_ids_that_begin_alike(engine: SGLangEngine, model: Any) -> None:
+async def test_an_abort_returns_what_there_is_and_spares_ids_that_begin_alike(
+    engine: SGLangEngine, gate: Gate, model: Any
+) -> None:
     one = asyncio.create_task(engine.generate(GenerateRequest(rid="s1", input_ids=PROMPT, sampling=LONG)))
     ten = asyncio.create_task(engine.generate(GenerateRequest(rid="s10", input_ids=PROMPT, sampling=LONG)))
-    await asyncio.sleep(1.0)
+    await underway(engine.url, 2)
     await engine.abort("s1")
     result = await asyncio.wait_for(one, 60)
     assert result.finish_reason == "abort"
     assert not ten.done()
+    await underway(engine.url, 1)
     await engine.abort()
     other = await asyncio.wait_for(ten, 60)
     assert other.finish_reason == "abort"
@@ -99,7 +112,7 @@ async def test_an_abort_returns_what_there_is_and_spares_ids_that_begin_alike(en
     assert error_of(model, other) < 1e-4
 
 
-async def test_an_abort_that_comes_with_the_request_is_not_lost(engine: SGLangEngine) -> None:
+async def test_an_abort_that_comes_with_the_request_is_not_lost(engine: SGLangEngine, gate: Gate) -> None:
     task = asyncio.create_task(engine.generate(GenerateRequest(rid="early", input_ids=PROMPT, sampling=LONG)))
     await asyncio.sleep(0)
     await engine.abort("early")
@@ -116,12 +129,18 @@ async def test_a_continued_sequence_goes_on_where_it_was(engine: SGLangEngine, m
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-async def test_pause_holds_requests_and_resume_finishes_them(engine: SGLangEngine, model: Any, mode: Any) -> None:
+async def test_pause_holds_requests_and_resume_finishes_them(
+    engine: SGLangEngine, gate: Gate, model: Any, mode: Any
+) -> None:
     task = asyncio.create_task(engine.generate(request("a", 300, ignore_eos=True)))
-    await asyncio.sleep(0.5)
+    await underway(engine.url, 1)
     await engine.pause(mode)
+    await engine.server_info()  # its scheduler answers in order: when this is there, it has paused
+    gate.open()
     late = asyncio.create_task(engine.generate(request("b", 3, ignore_eos=True)))
-    await asyncio.sleep(0.5)
+    for _ in range(3):
+        await engine.server_info()
+    assert not task.done()
     assert not late.done()
     await engine.resume()
     result = await asyncio.wait_for(task, 120)
@@ -130,12 +149,12 @@ async def test_pause_holds_requests_and_resume_finishes_them(engine: SGLangEngin
     assert len((await asyncio.wait_for(late, 60)).tokens) == 3
 
 
-async def test_pause_that_aborts_leaves_the_engine_idle(engine: SGLangEngine) -> None:
+async def test_pause_that_aborts_leaves_the_engine_idle(engine: SGLangEngine, gate: Gate) -> None:
     tasks = [
         asyncio.create_task(engine.generate(GenerateRequest(rid=f"r{i}", input_ids=PROMPT, sampling=LONG)))
         for i in range(4)
     ]
-    await asyncio.sleep(0.5)
+    await underway(engine.url, 4)
     await engine.pause("abort")
     results = await asyncio.wait_for(asyncio.gather(*tasks), 60)
     assert {r.finish_reason for r in results} == {"abort"}
@@ -143,23 +162,24 @@ async def test_pause_that_aborts_leaves_the_engine_idle(engine: SGLangEngine) ->
     await engine.resume()
 
 
-async def test_flush_says_what_it_waits_for(engine: SGLangEngine, sglang_server: Any) -> None:
+async def test_flush_says_what_it_waits_for(engine: SGLangEngine, sglang_server: Any, gate: Gate) -> None:
     hurried = SGLangEngine(sglang_server.url, name="engine0", control_timeout_s=2.0)
     task = asyncio.create_task(engine.generate(GenerateRequest(rid="a", input_ids=PROMPT, sampling=LONG)))
-    await asyncio.sleep(0.5)
+    await underway(engine.url, 1)
     with pytest.raises(
         TimeoutError, match=r"engine0: requests were still running after 2 s|did not answer /flush_cache"
     ):
         await hurried.flush_cache()
+    assert not task.done()
     task.cancel()
     await hurried.close()
 
 
-async def test_a_response_that_takes_too_long_is_ended(engine: SGLangEngine, sglang_server: Any) -> None:
+async def test_a_response_that_takes_too_long_is_ended(engine: SGLangEngine, sglang_server: Any, gate: Gate) -> None:
     hurried = SGLangEngine(sglang_server.url, name="engine0", generate_timeout_s=2.0)
     with pytest.raises(TimeoutError, match=r"request slow was not finished after 2 s|did not answer /generate"):
         await hurried.generate(GenerateRequest(rid="slow", input_ids=PROMPT, sampling=LONG))
-    # It ends at the server too: the cache can be emptied long before 1500 tokens are there.
+    # It ends at the server too: nothing runs there any more, although 1500 tokens take minutes with the gate closed.
     await engine.flush_cache()
     await hurried.close()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from engine_gate import Gate, underway
 from relax_rollout.engines.base import EngineDied, GenerateRequest, SamplingParams
 from relax_rollout.engines.sglang import cpu
 from relax_rollout.engines.sglang.client import SGLangEngine
@@ -149,10 +150,12 @@ def test_a_server_that_dies_at_the_start_tells_why(tmp_path: Path) -> None:
 
 # Runs a server, tells where it is, and waits to be killed.
 OWNER = """
-import json, sys, time
+import json, pathlib, sys, time
+from engine_gate import Gate
 from relax_rollout.engines.sglang.server import SGLangServer
 from relax_rollout.engines.sglang.settings import SGLangSettings
-server = SGLangServer(SGLangSettings(), model_path=sys.argv[1], name="engine0", log_path=sys.argv[2], device="cpu",
+settings = SGLangSettings(sglang_extra=Gate(pathlib.Path(sys.argv[3]).parent).options())
+server = SGLangServer(settings, model_path=sys.argv[1], name="engine0", log_path=sys.argv[2], device="cpu",
                       dtype="float32")
 server.start(deadline_s=400)
 with open(sys.argv[3] + ".part", "w") as f:
@@ -167,7 +170,9 @@ time.sleep(600)
 @pytest.mark.slow
 async def test_kill_9_of_the_owner_during_generation(tiny_model: Path, tmp_path: Path) -> None:
     log, note = tmp_path / "engine0.log", tmp_path / "note"
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tiny_model), str(log), str(note)])
+    gate = Gate(tmp_path)
+    with gate.importable():
+        owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tiny_model), str(log), str(note)])
     try:
         until(note.exists, "the server", 400)
         facts = json.loads(note.read_text())
@@ -179,44 +184,46 @@ async def test_kill_9_of_the_owner_during_generation(tiny_model: Path, tmp_path:
         assert files, "SGLang keeps its load figures in /dev/shm"
         engine = SGLangEngine(facts["url"], name="engine0", log_path=log)
         sampling = SamplingParams(max_new_tokens=1500, ignore_eos=True)
+        gate.close()
         tasks = [
             asyncio.create_task(engine.generate(GenerateRequest(rid=f"r{i}", input_ids=[10, 11], sampling=sampling)))
             for i in range(3)
         ]
-        await asyncio.sleep(1.0)
-        assert not any(t.done() for t in tasks)
+        await underway(engine.url, 3)
         owner.kill()
         for result in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60):
             assert isinstance(result, EngineDied)
             assert "engine0" in str(result)
             assert f"Last lines of {log}" in str(result)
-        until(lambda: not any(map(running, tree)), "every process of the server to end", 30)
+        until(lambda: not any(map(running, tree)), "every process of the server to end", 60)
         with pytest.raises(EngineDied):
             await asyncio.wait_for(engine.generate(GenerateRequest(rid="x", input_ids=[10], sampling=sampling)), 60)
         await engine.close()
         assert not [f for f in files if os.path.exists(f)]
     finally:
         owner.kill()
-        owner.wait(timeout=10)
+        owner.wait(timeout=60)
 
 
 @pytest.mark.sglang
 @pytest.mark.slow
 async def test_kill_9_of_the_server_during_generation(tiny_model: Path, tmp_path: Path) -> None:
-    log = tmp_path / "engine0.log"
-    one = server(tiny_model, log)
+    log, gate = tmp_path / "engine0.log", Gate(tmp_path)
+    one = server(tiny_model, log, settings=SGLangSettings(sglang_extra=gate.options()))
     try:
-        one.start(deadline_s=400)
+        with gate.importable():
+            one.start(deadline_s=400)
+        gate.close()
         tree = psutil.Process(one.pid).children(recursive=True)
         engine = SGLangEngine(one.url, name="engine0", log_path=log, alive=one.alive)
         sampling = SamplingParams(max_new_tokens=1500, ignore_eos=True)
         task = asyncio.create_task(engine.generate(GenerateRequest(rid="a", input_ids=[10, 11], sampling=sampling)))
-        await asyncio.sleep(1.0)
+        await underway(engine.url, 1)
         psutil.Process(one.pid).kill()
         with pytest.raises(EngineDied, match=r"(?s)engine0 .* is gone\. Last lines of"):
             await asyncio.wait_for(task, 60)
         await engine.close()
-        until(lambda: one.poll() is not None, "the supervisor to notice", 30)
+        until(lambda: one.poll() is not None, "the guardian to notice", 60)
         assert one.poll() == 137
         assert not any(map(running, tree))
         assert not one.alive()

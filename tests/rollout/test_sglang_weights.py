@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_gate import underway
 from relax_rollout.engines.base import GenerateRequest, SamplingParams
 from relax_rollout.engines.sglang.client import SGLangEngine
 from relax_rollout.engines.sglang.weight_status import WeightsIncomplete
@@ -95,21 +96,25 @@ def _rank(rank: int, port: int, queue: Any) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_ranks_gather_in_tensor_parallel_order_and_share_errors() -> None:
     import socket
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    # Forked: a spawned process would have to find this file by a module name.
+    context = multiprocessing.get_context("fork")
     queue = context.Queue()
     processes = [context.Process(target=_rank, args=(r, port, queue)) for r in range(3)]
-    for p in processes:
-        p.start()
-    results = sorted(queue.get(timeout=120) for _ in processes)
-    for p in processes:
-        p.join(timeout=60)
+    try:
+        for p in processes:
+            p.start()
+        results = sorted(queue.get(timeout=120) for _ in processes)
+    finally:
+        for p in processes:
+            p.join(timeout=60)
+            p.kill()
+            p.join()
     assert results == [
         (0, False, True, None, "rank 2 is unwell"),
         (1, True, True, ["from 1", "from 0"], "rank 2 is unwell"),
@@ -125,6 +130,7 @@ async def engine(sglang_server: Any) -> AsyncIterator[SGLangEngine]:
     """The engine; afterwards it serves its start weights as version 0 again."""
     engine = SGLangEngine(sglang_server.url, name="engine0", log_path=sglang_server.log_path)
     yield engine
+    sglang_server.gate.open()
     await engine.resume_memory()
     await push_weights(engine, buckets_of(load(sglang_server.model_path)), 0)
     await engine.close()
@@ -264,10 +270,12 @@ async def test_versions_of_tokens_when_weights_change_in_flight(
     disturb(model, 1)
     tracking = SGLangEngine(sglang_server.url, name="engine0", track_versions_in_flight=True)
     sampling = SamplingParams(max_new_tokens=600, ignore_eos=True)
+    sglang_server.gate.close()
     tracked = asyncio.create_task(tracking.generate(GenerateRequest(rid="t", input_ids=PROMPT, sampling=sampling)))
     untracked = asyncio.create_task(engine.generate(GenerateRequest(rid="u", input_ids=PROMPT, sampling=sampling)))
-    await asyncio.sleep(1.0)
+    await underway(engine.url, 2)
     await push_weights(engine, buckets_of(model), 1, mode="in_place")
+    sglang_server.gate.open()
     result = await asyncio.wait_for(tracked, 120)
     assert len(result.tokens) == 600
     assert set(result.versions) == {0, 1}

@@ -1,0 +1,83 @@
+"""Holds a real SGLang server in the middle of its responses, for as long as a test needs, on a machine of any speed.
+
+The server is started with a forward hook of ours (SGLang's ``--forward-hooks``): while a file exists, each forward pass
+takes :data:`PASS_S` seconds. Requests stay in flight then, and between two passes the server answers everything else.
+A module of its own, without heavy imports, because the server imports it by name.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+PASS_S = 0.2
+"""One token of each running request takes this long while the gate is closed: 1500 tokens take five minutes."""
+DEADLINE_S = 240.0
+"""Seconds after which a request that is still not running at the server is a failure."""
+
+
+def make_hook(config: dict[str, str]) -> Callable[..., None]:
+    """The hook that SGLang asks for: called after each forward pass of the model."""
+    closed = config["closed"]
+
+    def hook(*_: Any) -> None:
+        end = time.monotonic() + PASS_S
+        while os.path.exists(closed) and time.monotonic() < end:
+            time.sleep(0.005)
+
+    return hook
+
+
+class Gate:
+    """The gate of one server."""
+
+    def __init__(self, folder: Path) -> None:
+        self._closed = folder / "gate-closed"
+
+    def options(self) -> dict[str, Any]:
+        """Server options, by SGLang's names."""
+        hook = {
+            "name": "gate",
+            "target_modules": ["model"],
+            "hook_factory": "engine_gate:make_hook",
+            "config": {"closed": str(self._closed)},
+        }
+        # The server tells of its load after each pass, for underway().
+        return {"forward-hooks": json.dumps([hook]), "load-snapshot-publish-interval": 1}
+
+    @contextlib.contextmanager
+    def importable(self) -> Iterator[None]:
+        """Inside, a server that is started finds this module."""
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["PYTHONPATH"]
+            else:
+                os.environ["PYTHONPATH"] = before
+
+    def close(self) -> None:
+        """From here on responses go on by five tokens a second."""
+        self._closed.touch()
+
+    def open(self) -> None:
+        """Responses go on at full speed; without effect when it is open."""
+        self._closed.unlink(missing_ok=True)
+
+
+async def underway(url: str, requests: int) -> None:
+    """Waits until so many requests run at the server, each of which has a token or more."""
+    import httpx
+
+    end, running = time.monotonic() + DEADLINE_S, None
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+        while running != requests:
+            assert time.monotonic() < end, f"{running} of {requests} requests run at {url} after {DEADLINE_S:.0f} s"
+            await asyncio.sleep(0.02)
+            running = (await http.get(f"{url}/v1/loads")).json()["loads"][0]["num_running_reqs"]

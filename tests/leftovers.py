@@ -97,7 +97,8 @@ class Leftovers:
         for pid in _pids():
             if pid != os.getpid() and self._is_ours(pid):
                 command = _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace")
-                if command:  # a zombie has none
+                tracks = "multiprocessing.resource_tracker" in command and _parent(pid) == os.getpid()
+                if command and not tracks:  # a zombie has no command, and our own tracker ends with us
                     found.add(f"process {pid}: {command[:200]}")
         return found
 
@@ -114,6 +115,12 @@ def _names(folder: Path) -> set[str]:
 
 def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
+
+
+def _parent(pid: int) -> int:
+    # The name before it stands in parentheses and may hold anything.
+    words = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return int(words[1]) if words else 0
 
 
 def _mapped(pid: int) -> set[int]:

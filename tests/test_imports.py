@@ -45,6 +45,6 @@ def test_light_modules_import_no_heavy_library(module: str) -> None:
     import sys
 
     code = f"import {module}, sys; print([m for m in ('torch', 'ray', 'transformers', 'sglang') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"

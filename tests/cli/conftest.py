@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-START_DEADLINE_S = 300.0
+DEADLINE_S = 600.0
+"""Seconds after which a wait for a run is a failure; far more than a loaded machine needs."""
 
 
 @dataclasses.dataclass
@@ -85,7 +86,7 @@ class Run:
         with contextlib.suppress(psutil.NoSuchProcess):
             self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
 
-    def wait_for(self, condition: Callable[[], bool], what: str, deadline_s: float = START_DEADLINE_S) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
         """Waits until the condition holds; a run that ends before it, or a passed deadline, fails the test."""
         end = time.monotonic() + deadline_s
         while not condition():
@@ -95,7 +96,7 @@ class Run:
             time.sleep(0.2)
         self.look()
 
-    def finish(self, deadline_s: float = START_DEADLINE_S) -> int:
+    def finish(self, deadline_s: float = DEADLINE_S) -> int:
         """Waits for the end and returns the exit code."""
         end = time.monotonic() + deadline_s
         while self.process.poll() is None:
@@ -104,7 +105,7 @@ class Run:
             time.sleep(0.2)
         return self.process.returncode
 
-    def survivors(self, deadline_s: float) -> list[str]:
+    def survivors(self, deadline_s: float = DEADLINE_S) -> list[str]:
         """Processes of the run that are still there after the deadline; empty as soon as there are none."""
         end = time.monotonic() + deadline_s
         while True:

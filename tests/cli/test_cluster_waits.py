@@ -2,7 +2,6 @@
 
 import signal
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -12,7 +11,24 @@ from relax_cli.cluster.waits import StopFlag, StopRequested, wait_for
 from relax_cli.run.launch import explanation
 
 
-def test_the_first_signal_counts_and_its_time_too() -> None:
+class Clock:
+    """What the waits take for the time; it moves only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setitem(wait_for.__globals__, "time", clock)
+    return clock
+
+
+def test_the_first_signal_counts_and_its_time_too(clock: Clock) -> None:
     stop = StopFlag(grace_s=0.0)
     assert not stop.requested
     assert not stop.expired
@@ -20,17 +36,18 @@ def test_the_first_signal_counts_and_its_time_too() -> None:
     stop.set(signal.SIGINT)
     stop.set(signal.SIGTERM)
     assert stop.signal_number == signal.SIGINT
-    stop.at -= 5.0
+    clock.now += 5.0
     assert stop.expired
-    assert 2.0 < stop.left(8.0) <= 3.0, "five of eight seconds are gone"
-    stop.at -= 100.0
+    assert stop.left(8.0) == 3.0, "five of eight seconds are gone"
+    clock.now += 100.0
     assert stop.left(8.0) == 1.0
     assert stop.left(0.5) == 0.5
 
 
-def test_a_stop_within_its_grace_has_not_expired() -> None:
-    stop = StopFlag(grace_s=1000.0, stepping=True)
+def test_a_stop_within_its_grace_has_not_expired(clock: Clock) -> None:
+    stop = StopFlag(grace_s=10.0, stepping=True)
     stop.set(signal.SIGTERM)
+    clock.now += 10.0
     assert stop.requested
     assert not stop.expired
     stop.stepping = False
@@ -40,24 +57,30 @@ def test_a_stop_within_its_grace_has_not_expired() -> None:
 class Ray:
     """The two calls that a wait makes; references are functions that return, raise or (None) are not done yet."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+        self._clock = clock
         monkeypatch.setattr("ray.wait", self._wait)
         monkeypatch.setattr("ray.get", lambda ref: ref())
 
-    @staticmethod
-    def _wait(refs: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        time.sleep(0.001)
-        return [r for r in refs if callable(r)], [r for r in refs if not callable(r)]
+    def _wait(self, refs: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        pending = [r for r in refs if not callable(r)]
+        self._clock.now += timeout if pending else 0.0
+        return [r for r in refs if callable(r)], pending
 
 
-def test_values_come_in_the_order_of_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    Ray(monkeypatch)
+@pytest.fixture
+def _ray(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    Ray(monkeypatch, clock)
+
+
+@pytest.mark.usefixtures("_ray")
+def test_values_come_in_the_order_of_the_references() -> None:
     assert wait_for([lambda: 1, lambda: 2], "numbers", deadline_s=1) == [1, 2]
     assert wait_for(lambda: 3, "a number", deadline_s=1) == 3
 
 
-def test_one_failure_is_raised_while_others_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    Ray(monkeypatch)
+@pytest.mark.usefixtures("_ray")
+def test_one_failure_is_raised_while_others_still_run() -> None:
 
     def fail() -> None:
         raise RuntimeError("rank 1 died")
@@ -66,8 +89,8 @@ def test_one_failure_is_raised_while_others_still_run(monkeypatch: pytest.Monkey
         wait_for([None, fail], "the ranks", deadline_s=1000)
 
 
-def test_a_process_that_died_is_told_with_what_it_was_needed_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    Ray(monkeypatch)
+@pytest.mark.usefixtures("_ray")
+def test_a_process_that_died_is_told_with_what_it_was_needed_for() -> None:
 
     def die() -> None:
         raise ActorDiedError
@@ -77,19 +100,18 @@ def test_a_process_that_died_is_told_with_what_it_was_needed_for(monkeypatch: py
     assert explanation(died.value).splitlines()[-1] == "The run was waiting for training step 3."
 
 
-def test_a_wait_that_is_too_long_says_what_it_waited_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    Ray(monkeypatch)
-    with pytest.raises(TimeoutError, match="for training step 3: giving up"):
-        wait_for(None, "training step 3", deadline_s=0.1, remind_s=0.02, status=lambda: "rank 1 is computing")
-    assert "still waiting for training step 3" in caplog.text
-    assert "rank 1 is computing" in caplog.text
+@pytest.mark.usefixtures("_ray")
+def test_a_wait_that_is_too_long_says_what_it_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(TimeoutError, match="waited 100 s for training step 3: giving up"):
+        wait_for(None, "training step 3", deadline_s=100.0, remind_s=40.0, status=lambda: "rank 1 is computing")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"still waiting for training step 3 ({seconds} s): rank 1 is computing" for seconds in (40, 80)
+    ]
 
 
-def test_a_stop_ends_a_wait_only_when_its_grace_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    Ray(monkeypatch)
-    stop = StopFlag(grace_s=0.05, stepping=True)
+@pytest.mark.usefixtures("_ray")
+def test_a_stop_ends_a_wait_only_when_its_grace_is_over() -> None:
+    stop = StopFlag(grace_s=6.0, stepping=True)
     stop.set(signal.SIGINT)
     with pytest.raises(StopRequested, match="rollout 7"):
         wait_for(None, "rollout 7", stop=stop, deadline_s=1000)

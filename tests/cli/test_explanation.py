@@ -29,9 +29,9 @@ def test_what_an_actor_raised_is_found_below_rays_wrapping(ray_cluster: None) ->
         raise ValueError("--lr -1: must be positive")
 
     with pytest.raises(ValueError, match="must be positive") as plain:
-        ray.get(fail.remote(False), timeout=120)
+        ray.get(fail.remote(False), timeout=300)
     assert explanation(plain.value) == "--lr -1: must be positive"
     with pytest.raises(ray.exceptions.RayError) as wrapped:
-        ray.get(fail.remote(True), timeout=120)
+        ray.get(fail.remote(True), timeout=300)
     assert "cannot travel" in explanation(wrapped.value)
     assert "\n" not in explanation(wrapped.value)

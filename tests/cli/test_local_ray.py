@@ -34,6 +34,13 @@ def ray_init(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, An
     return replace
 
 
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def fail() -> None:
     raise Exception("The current node timed out during startup")
 
@@ -101,7 +108,7 @@ def test_only_what_the_start_has_left_is_ended(ray_init: Callable[..., list[dict
         with connected(None, min_cpus=1):
             pass
         assert not psutil.pid_exists(rays[0].pid)
-        assert [p for p in rays_below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+        assert [p for p in rays_below if runs(p)] == []
         assert len(rays_below) == 1
         assert own.poll() is None
         assert len(psutil.Process(own.pid).children()) == 2
@@ -148,23 +155,32 @@ def test_a_gcs_that_is_slow_to_answer_is_asked_again(monkeypatch: pytest.MonkeyP
 
 
 KILLING = """
-import threading, time
+import time
 import psutil
+from ray._private import services
 from relax_cli.cluster.ray_cluster import connected
 
-def kill_first_raylet():
-    while True:
-        for child in psutil.Process().children():
-            if child.name() == "raylet":
-                child.kill()
-                return
-        time.sleep(0.01)
+class KillsTheFirstRaylet(services.ConsolePopen):
+    killed = False
 
-threading.Thread(target=kill_first_raylet, daemon=True).start()
+    def __init__(self, *words, **options):
+        super().__init__(*words, **options)
+        if psutil.Process(self.pid).name() == "raylet" and not KillsTheFirstRaylet.killed:
+            KillsTheFirstRaylet.killed = True
+            self.kill()
+
+services.ConsolePopen = KillsTheFirstRaylet
 with connected(None, min_cpus=1, note=lambda line: print(line, flush=True)):
     import ray
     print("answer", ray.get(ray.remote(lambda: 7).remote()))
-print("left", psutil.Process().children(recursive=True))
+
+def left():
+    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+end = time.monotonic() + 60
+while left() and time.monotonic() < end:
+    time.sleep(0.1)
+print("left", left())
 """
 
 

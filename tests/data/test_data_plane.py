@@ -3,7 +3,6 @@
 import itertools
 import os
 import threading
-import time
 from collections import Counter
 
 import numpy as np
@@ -14,14 +13,39 @@ from relax_data.plane.local import LocalPlane
 _names = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def transfer_queue(ray_cluster):
-    os.environ["TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT"] = "6"
-    from relax_data.plane.transferqueue import TransferQueuePlane
+SECONDS = 60
+"""For what has to come: only a hang takes so long."""
 
-    first = TransferQueuePlane("first", units=2)
-    yield TransferQueuePlane
-    first.shutdown()
+
+class Running:
+    """The TransferQueue of this file: started for the first test that needs it, and after one that has broken it."""
+
+    def __init__(self):
+        self.first = None
+
+    def start(self):
+        from relax_data.plane.transferqueue import TransferQueuePlane
+
+        self.first = self.first or TransferQueuePlane("first", units=2)
+        return TransferQueuePlane
+
+    def stop(self):
+        if self.first is not None:
+            self.first.shutdown()
+        self.first = None
+
+
+@pytest.fixture(scope="module")
+def running(ray_cluster):
+    os.environ["TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT"] = "6"
+    running = Running()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def transfer_queue(running):
+    return running.start()
 
 
 @pytest.fixture(params=["local", pytest.param("transferqueue", marks=[pytest.mark.ray, pytest.mark.slow])])
@@ -45,7 +69,7 @@ def test_values_come_back_as_they_were(plane):
         "info": [{"k": [1, 2]}, None, (1, "x")],
     }
     ids = plane.put(columns)
-    rows = plane.take("train", list(columns), 3, timeout=10)
+    rows = plane.take("train", list(columns), 3, timeout=SECONDS)
     assert rows.ids == ids
     assert len(rows) == 3
     for name, values in columns.items():
@@ -63,64 +87,85 @@ def test_rows_are_ready_when_all_their_columns_are(plane):
     with pytest.raises(TimeoutError, match=r"'train' waited 0 s for 1 rows with columns tokens, ref: 0 are ready, 3 "):
         plane.take("train", ["tokens", "ref"], 1, timeout=0.2)
     plane.add(ids[1:], {"ref": [1.0, 2.0]})
-    rows = plane.take("train", ["tokens", "ref"], 2, timeout=10)
+    rows = plane.take("train", ["tokens", "ref"], 2, timeout=SECONDS)
     assert rows.ids == ids[1:]
     assert rows.columns["ref"] == [1.0, 2.0]
     # Another consumer that needs less was never held up.
-    assert plane.take("ref", ["tokens"], 3, timeout=10).ids == ids
+    assert plane.take("ref", ["tokens"], 3, timeout=SECONDS).ids == ids
 
 
 def test_each_row_once_for_each_consumer_and_oldest_first(plane):
     ids = [plane.put({"x": [i]})[0] for i in range(5)]
-    assert plane.take("a", ["x"], 2, timeout=10).columns["x"] == [0, 1]
-    assert plane.take("a", ["x"], 3, timeout=10).columns["x"] == [2, 3, 4]
-    assert plane.take("b", ["x"], 5, timeout=10).ids == ids
+    assert plane.take("a", ["x"], 2, timeout=SECONDS).columns["x"] == [0, 1]
+    assert plane.take("a", ["x"], 3, timeout=SECONDS).columns["x"] == [2, 3, 4]
+    assert plane.take("b", ["x"], 5, timeout=SECONDS).ids == ids
     with pytest.raises(TimeoutError, match="0 are ready, 0 more"):
         plane.take("a", ["x"], 1, timeout=0.2)
 
 
-def test_a_consumer_may_start_first(plane):
+def looked_in_vain(plane, monkeypatch):
+    """An event that is set when a consumer has found too few rows and waits for more."""
+    waits = threading.Event()
+
+    if isinstance(plane, LocalPlane):
+        wait = plane._changed.wait
+        monkeypatch.setattr(plane._changed, "wait", lambda seconds: (waits.set(), wait(seconds))[1])
+        return waits
+    fetch = plane._fetch
+
+    def fetch_and_tell(*arguments):
+        if (rows := fetch(*arguments)) is None:
+            waits.set()
+        return rows
+
+    monkeypatch.setattr(plane, "_fetch", fetch_and_tell)
+    return waits
+
+
+def test_a_consumer_may_start_first(plane, monkeypatch):
     got = []
-    consumer = threading.Thread(target=lambda: got.append(plane.take("train", ["x"], 2, timeout=30).columns["x"]))
+    waits = looked_in_vain(plane, monkeypatch)
+    consumer = threading.Thread(target=lambda: got.append(plane.take("train", ["x"], 2, timeout=SECONDS).columns["x"]))
     consumer.start()
-    time.sleep(0.1)
+    assert waits.wait(SECONDS)
     plane.put({"x": ["a"]})
     plane.put({"x": ["b"]})
-    consumer.join(30)
+    consumer.join(SECONDS)
     assert got == [["a", "b"]]
 
 
 def test_after_close_consumers_take_what_is_left(plane):
     ids = plane.put({"x": [1, 2, 3]})
-    plane.take("train", ["x"], 1, timeout=10)
+    plane.take("train", ["x"], 1, timeout=SECONDS)
     plane.close()
     with pytest.raises(PlaneClosed, match="no more rows can be put"):
         plane.put({"x": [4]})
-    assert plane.take("train", ["x"], 8, timeout=10).columns["x"] == [2, 3]
+    assert plane.take("train", ["x"], 8, timeout=SECONDS).columns["x"] == [2, 3]
     with pytest.raises(PlaneClosed, match="no row is left for consumer 'train'"):
-        plane.take("train", ["x"], 1, timeout=10)
+        plane.take("train", ["x"], 1, timeout=SECONDS)
     # Columns may still be added, and whoever needs them waits for all of them.
     plane.add(ids[:2], {"y": [1, 2]})
     with pytest.raises(TimeoutError, match="2 are ready, 1 more lack"):
         plane.take("late", ["x", "y"], 3, timeout=0.2)
     plane.add(ids[2:], {"y": [3]})
-    assert plane.take("late", ["x", "y"], 5, timeout=10).ids == ids
+    assert plane.take("late", ["x", "y"], 5, timeout=SECONDS).ids == ids
 
 
-def test_close_wakes_a_waiting_consumer(plane):
+def test_close_wakes_a_waiting_consumer(plane, monkeypatch):
     raised = []
+    waits = looked_in_vain(plane, monkeypatch)
 
     def consume():
         try:
-            plane.take("train", ["x"], 1, timeout=30)
+            plane.take("train", ["x"], 1, timeout=SECONDS)
         except PlaneClosed as error:
             raised.append(error)
 
     consumer = threading.Thread(target=consume)
     consumer.start()
-    time.sleep(0.1)
+    assert waits.wait(SECONDS)
     plane.close()
-    consumer.join(30)
+    consumer.join(SECONDS)
     assert len(raised) == 1
 
 
@@ -129,7 +174,7 @@ def test_the_death_of_a_producer_reaches_everyone(plane):
 
     def consume():
         try:
-            plane.take("train", ["x"], 4, timeout=60)
+            plane.take("train", ["x"], 4, timeout=SECONDS)
         except PlaneFailed as error:
             raised.append(str(error))
 
@@ -139,7 +184,7 @@ def test_the_death_of_a_producer_reaches_everyone(plane):
     plane.put({"x": [1]})
     plane.fail("rollout actor died: out of memory")
     for c in consumers:
-        c.join(30)
+        c.join(SECONDS)
     assert raised == ["rollout actor died: out of memory"] * 2
     with pytest.raises(PlaneFailed, match="out of memory"):
         plane.put({"x": [1]})
@@ -147,12 +192,12 @@ def test_the_death_of_a_producer_reaches_everyone(plane):
 
 def test_cleared_rows_are_gone(plane):
     ids = plane.put({"x": [0, 1, 2, 3]})
-    plane.take("a", ["x"], 2, timeout=10)
+    plane.take("a", ["x"], 2, timeout=SECONDS)
     plane.clear(ids[1:3])
     plane.clear(ids[1:3])
     plane.clear([])
     assert len(plane) == 2
-    assert plane.take("b", ["x"], 2, timeout=10).columns["x"] == [0, 3]
+    assert plane.take("b", ["x"], 2, timeout=SECONDS).columns["x"] == [0, 3]
     with pytest.raises(PlaneError, match=rf"rows \[{ids[1]}\] are not there: they were cleared or never put"):
         plane.add([ids[0], ids[1]], {"y": [1, 1]})
     with pytest.raises(TimeoutError, match="0 are ready, 2 more"):
@@ -194,13 +239,13 @@ def test_writers_readers_and_clears_at_the_same_time(plane):
 
     def reference():
         while True:
-            rows = plane.take("ref", ["x", "tokens"], 4, timeout=60)
+            rows = plane.take("ref", ["x", "tokens"], 4, timeout=SECONDS)
             got["ref"].update(rows.columns["x"])
             plane.add(rows.ids, {"ref": [len(t) for t in rows.columns["tokens"]]})
 
     def train():
         while True:
-            rows = plane.take("train", ["x", "ref"], 4, timeout=60)
+            rows = plane.take("train", ["x", "ref"], 4, timeout=SECONDS)
             assert all(x[1] == ref for x, ref in zip(rows.columns["x"], rows.columns["ref"], strict=True))
             got["train"].update(rows.columns["x"])
             plane.clear(rows.ids)
@@ -210,10 +255,10 @@ def test_writers_readers_and_clears_at_the_same_time(plane):
     for thread in readers + producing:
         thread.start()
     for thread in producing:
-        thread.join(120)
+        thread.join(2 * SECONDS)
     plane.close()
     for thread in readers:
-        thread.join(120)
+        thread.join(2 * SECONDS)
     assert not errors
     assert not any(t.is_alive() for t in readers + producing)
     expected = Counter((w, k) for w in range(writers) for k in range(rows_each))
@@ -223,14 +268,14 @@ def test_writers_readers_and_clears_at_the_same_time(plane):
 
 def test_a_checkpoint_gives_out_again_what_was_not_cleared(plane, tmp_path):
     ids = plane.put({"x": [0, 1, 2, 3], "tokens": arrays(3, 0, 2, 1)})
-    taken = plane.take("train", ["x"], 2, timeout=10)
+    taken = plane.take("train", ["x"], 2, timeout=SECONDS)
     plane.clear(taken.ids[:1])
     plane.save(tmp_path / "plane")
-    plane.take("train", ["x"], 2, timeout=10)
+    plane.take("train", ["x"], 2, timeout=SECONDS)
     plane.clear(ids)
     plane.put({"x": [9], "tokens": arrays(1)})
     plane.load(tmp_path / "plane")
-    rows = plane.take("train", ["x", "tokens"], 3, timeout=10)
+    rows = plane.take("train", ["x", "tokens"], 3, timeout=SECONDS)
     assert rows.columns["x"] == [1, 2, 3]
     assert [len(t) for t in rows.columns["tokens"]] == [0, 2, 1]
     new = plane.put({"x": [10]})
@@ -252,7 +297,7 @@ def test_two_planes_in_two_processes(transfer_queue):
 
     name = f"plane{next(_names)}"
     ray.get(produce.remote(name), timeout=120)
-    rows = transfer_queue(name).take("train", ["x"], 5, timeout=10)
+    rows = transfer_queue(name).take("train", ["x"], 5, timeout=SECONDS)
     assert [a.tolist() for a in rows.columns["x"]] == [[0, 1, 2, 3], [0, 1]]
 
 
@@ -271,21 +316,22 @@ def test_too_few_cpus_for_another_start_is_an_error_not_a_hang(transfer_queue, m
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_storage_unit_that_dies_is_an_error_that_says_what_to_do(transfer_queue):
-    """The last test with this TransferQueue: it kills one of its two units."""
+def test_a_storage_unit_that_dies_is_an_error_that_says_what_to_do(transfer_queue, request):
+    """It kills one of the two units, so the tests after it get a TransferQueue of their own."""
     import ray
     from transfer_queue import interface
 
+    request.addfinalizer(request.getfixturevalue("running").stop)
     plane = transfer_queue("dying")
     plane.put({"x": list(range(8))})
     ray.kill(interface._TQ_STORAGE["SimpleStorage"]["TransferQueueStorageUnit#1"])
     impatient = transfer_queue("dying", call_seconds=2)
     with pytest.raises(PlaneFailed, match="no answer within 2 s") as caught:
-        impatient.take("a", ["x"], 8, timeout=30)
+        impatient.take("a", ["x"], 8, timeout=SECONDS)
     assert "no answer within 2 s" in str(caught.value), (
         "TransferQueue now reports a dead storage unit by itself: the lowered limits in transferqueue.py may go"
     )
     with pytest.raises(PlaneFailed, match=r"during take: .* its rows are lost: restart .* checkpoint"):
-        plane.take("b", ["x"], 8, timeout=60)
+        plane.take("b", ["x"], 8, timeout=SECONDS)
     with pytest.raises(PlaneFailed, match="during write"):
         plane.put({"x": list(range(8))})

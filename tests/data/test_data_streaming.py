@@ -137,7 +137,7 @@ def test_a_state_is_small_and_holds_in_a_new_process(files):
         "print([s.row['id'] for s in d])\n"
     )
     out = subprocess.run(
-        [sys.executable, "-c", code, state, *files], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, state, *files], check=True, capture_output=True, text=True, timeout=300
     )
     assert json.loads(out.stdout) == ids(dataset)
 

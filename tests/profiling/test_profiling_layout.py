@@ -71,7 +71,7 @@ for i in range(25):
 def test_two_processes_with_one_rank_label_never_overwrite_each_other(tmp_path: Path) -> None:
     commands = [[sys.executable, "-c", PUBLISH_MANY, str(tmp_path), str(who)] for who in range(2)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-    paths = [line for process in running for line in process.communicate(timeout=60)[0].split()]
+    paths = [line for process in running for line in process.communicate(timeout=300)[0].split()]
     assert len(set(paths)) == 50
     written = sorted(Path(p).read_text() for p in paths)
     assert written == sorted(f"{who} {i}" for who in range(2) for i in range(25))

@@ -24,7 +24,7 @@ def generate(url: str, tokens: int) -> None:
     request = urllib.request.Request(
         url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
     )
-    with _NO_PROXY.open(request, timeout=120) as answer:
+    with _NO_PROXY.open(request, timeout=300) as answer:
         assert len(json.loads(answer.read())["output_ids"]) == tokens
 
 

@@ -107,4 +107,4 @@ def test_the_package_imports_neither_torch_nor_anything_of_ours() -> None:
         "'relax_data', 'relax_train', 'relax_rollout', 'relax_cli')]\n"
         "sys.exit(f'imported {bad}' if bad else 0)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

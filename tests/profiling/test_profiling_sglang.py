@@ -24,7 +24,6 @@ class Scripted:
         self.info: dict[str, Any] = {"tp_size": 1, "pp_size": 1, "dp_size": 1}
         self.start_status = 200
         self.stop_status = 200
-        self.late: Callable[[Path], None] | None = None
         self.url = ""
         self.armed: dict[str, Any] | None = None
         self.authorization: set[str | None] = set()
@@ -41,8 +40,6 @@ class Scripted:
             folder = Path(self.armed["output_dir"])
             for name, content in self.files.items():
                 (folder / name.format(id=self.armed["profile_id"])).write_bytes(content)
-            if self.late is not None:
-                self.late(folder)
             self.armed = None
         return self.stop_status, b"Stop profiling."
 
@@ -86,12 +83,16 @@ def scripted() -> Iterator[Callable[[], Scripted]]:
         server.server_close()
 
 
-QUICK = Deadlines(start=5, stop=5, files=0.6)
+QUICK = Deadlines(start=60, stop=60, files=0.6)
+"""For files that are there at once, or never come."""
+PATIENT = Deadlines(start=60, stop=60, files=60)
 
 
-def profiler_of(urls: list[str], out: Path, clock: Any = None, **changes: Any) -> RolloutProfiler:
+def profiler_of(
+    urls: list[str], out: Path, clock: Any = None, deadlines: Deadlines = QUICK, **changes: Any
+) -> RolloutProfiler:
     settings = SGLangProfileSettings(sglang_profile=True, **changes)
-    return RolloutProfiler(settings, urls, out, deadlines=QUICK, **({"clock": clock} if clock else {}))
+    return RolloutProfiler(settings, urls, out, deadlines=deadlines, **({"clock": clock} if clock else {}))
 
 
 def test_the_request_says_everything_explicitly(scripted: Any, tmp_path: Path, frozen_clock: Any) -> None:
@@ -180,19 +181,25 @@ def test_a_server_on_another_host_keeps_its_files_and_we_say_where(scripted: Any
     assert list((tmp_path / "rollout_0").iterdir()) == []
 
 
-def test_a_file_that_is_still_written_is_waited_for(scripted: Any, tmp_path: Path) -> None:
+def test_a_file_that_is_still_written_is_waited_for(
+    scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = scripted()
     whole = gzip.compress(json.dumps({"traceEvents": [{"name": str(i)} for i in range(5000)]}).encode())
-    name = "{id}-TP-0.trace.json.gz"
-    server.files = {name: whole[: len(whole) // 2]}
+    server.files = {"{id}-TP-0.trace.json.gz": whole[: len(whole) // 2]}
+    namespace = RolloutProfiler.__init__.__globals__
+    is_whole, seen = namespace["_is_whole"], []
 
-    def finish(folder: Path) -> None:
-        (path,) = folder.iterdir()
-        threading.Timer(0.3, lambda: path.write_bytes(whole)).start()
+    def looked_at(path: Path) -> bool:
+        """The server writes on only after the file was found incomplete."""
+        seen.append(bool(is_whole(path)))
+        path.write_bytes(whole)
+        return seen[-1]
 
-    server.late = finish
-    with profiler_of([server.url], tmp_path).rollout(0) as rollout:
+    monkeypatch.setitem(namespace, "_is_whole", looked_at)
+    with profiler_of([server.url], tmp_path, deadlines=PATIENT).rollout(0) as rollout:
         pass
+    assert not seen[0]
     assert rollout.traces[0].problems == ()
     assert rollout.traces[0].files[0].read_bytes() == whole
 
@@ -256,13 +263,13 @@ async def test_a_cancelled_rollout_is_stopped(scripted: Any, tmp_path: Path) -> 
     async def rollout() -> None:
         async with profiler.rollout(0):
             entered.set()
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     task = asyncio.create_task(rollout())
-    await asyncio.wait_for(entered.wait(), 20)
+    await asyncio.wait_for(entered.wait(), 60)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, 60)
     assert server.names()[-1] == "/stop_profile"
     assert server.armed is None
 

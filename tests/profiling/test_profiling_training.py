@@ -243,7 +243,7 @@ def test_a_fork_leaves_the_recording_to_its_parent(tmp_path: Path) -> None:
                     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], capture_output=True, text=True, timeout=300
     )
     assert done.stdout.split() == ["0", "-15"]
     (trace,) = (tmp_path / "train_trace").iterdir()
@@ -387,7 +387,7 @@ def test_memray_files_are_whole_however_the_process_ends(tmp_path: Path, how: st
     memray = pytest.importorskip("memray")
     environment = {**os.environ, "PYTHONFAULTHANDLER": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", MEMRAY_SCRIPT, str(tmp_path), how], timeout=120, env=environment, capture_output=True
+        [sys.executable, "-c", MEMRAY_SCRIPT, str(tmp_path), how], timeout=300, env=environment, capture_output=True
     )
     assert done.returncode == status, done.stderr.decode()
     (path,) = (tmp_path / "memory_snapshot").iterdir()

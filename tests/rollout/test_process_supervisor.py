@@ -103,14 +103,14 @@ def start(tmp_path: Path) -> Iterator[Callable[[], tuple[subprocess.Popen[bytes]
     for owner in started:
         below = psutil.Process(owner.pid).children(recursive=True) if owner.poll() is None else []
         owner.kill()
-        owner.wait(timeout=60)
+        owner.wait(timeout=300)
         until(lambda below=below: not any(map(running, below)), "what the test has left to end")
 
 
 def test_kill_9_of_the_owner_ends_everything(start: Callable[[], tuple[subprocess.Popen[bytes], Tree]]) -> None:
     owner, tree = start()
     owner.kill()
-    owner.wait(timeout=60)
+    owner.wait(timeout=300)
     tree.assert_gone()
 
 
@@ -189,7 +189,7 @@ def test_shared_memory_is_known_after_the_death_of_those_who_used_it(
 def test_the_exit_code_is_that_of_the_command(code: str, expected: int) -> None:
     command = [sys.executable, "-I", "-S", str(SUPERVISOR), sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.wait(timeout=60) == expected
+        assert process.wait(timeout=300) == expected
         assert process.stdout is not None
         assert process.stdout.read().startswith(b"pid ")
         assert process.stderr is not None

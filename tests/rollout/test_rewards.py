@@ -66,7 +66,7 @@ async def test_a_row_without_label_is_named() -> None:
 
 
 async def test_math_compares_by_value() -> None:
-    reward = MathReward(max_workers=2, time_limit_s=20.0)
+    reward = MathReward(max_workers=2, time_limit_s=120.0)
     try:
         answers = {
             r"so it is \boxed{\frac{84}{2}}": 1.0,
@@ -89,8 +89,9 @@ async def test_math_ends_a_comparison_that_does_not_return() -> None:
     reward = MathReward(max_workers=1, time_limit_s=2.0)
     try:
         bomb = sample(r"\boxed{9^{9^{9^{9}}}+1}", label="3")
-        await asyncio.wait_for(reward(bomb), 200)
+        await asyncio.wait_for(reward(bomb), 400)
         assert (bomb.reward, bomb.reward_info) == (0.0, {"math_limit_hit": 1})
+        reward._time_limit_s = 120.0  # the worker that replaces it need not be quick
         after = sample(r"\boxed{42}")
         await reward(after)
         assert after.reward == 1.0

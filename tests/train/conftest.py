@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from relax_train import settings as train_settings
 
-DEADLINE = 120.0
+DEADLINE = 300.0
 """Seconds that one group of ranks may take."""
 
 

@@ -219,7 +219,7 @@ def test_config_is_picklable_and_loads_without_torch(workspace: Path, start: lis
         "import pickle, sys; c = pickle.load(open('config.pickle', 'rb')); "
         "print(c.name); assert 'torch' not in sys.modules"
     )
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert loaded.stdout.strip() == config.name, loaded.stderr
 
 

@@ -28,7 +28,7 @@ print("PROBE", json.dumps([code, heavy]))
 def run_in_a_process(argv: list[str], folder: Path) -> tuple[int, list[str], str]:
     """(exit code, heavy modules it imported, stdout and stderr) of `relax ARGV`."""
     command = [sys.executable, "-c", PROBE, json.dumps(argv), json.dumps(HEAVY)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, check=False)
     last = [line for line in done.stdout.splitlines() if line.startswith("PROBE ")]
     assert last, done.stderr
     code, heavy = json.loads(last[0].removeprefix("PROBE "))

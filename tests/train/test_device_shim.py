@@ -67,6 +67,18 @@ def test_settings_need_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
+def test_megatron_does_not_bring_wandb_and_others_still_can_import_it() -> None:
+    code = """if True:
+        import sys
+        import relax_train.backend.mcore
+        assert "wandb" not in sys.modules
+        import wandb
+        print(wandb.__name__)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.strip() == "wandb"
+
+
 def test_norm_and_scale_of_many_gradients() -> None:
     from relax_train.backend import mcore
 

@@ -6,7 +6,9 @@ and faster versions of two functions that it defines only when it is not.
 """
 
 import contextlib
+import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +17,22 @@ from relax_train.backend.device import before_megatron
 
 before_megatron()
 
-with warnings.catch_warnings():
+
+@contextlib.contextmanager
+def _without(name: str) -> Iterator[None]:
+    """Inside, an optional module is not there to be imported, unless it was imported already."""
+    modules: dict[str, Any] = sys.modules
+    hidden = modules.setdefault(name, None) is None  # how Python marks a module that must not be imported
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules[name]
+
+
+# Its inference engine imports wandb where that is installed: it takes a second, makes two temporary folders, and a rank
+# that is killed leaves them there.
+with warnings.catch_warnings(), _without("wandb"):
     # That apex and TransformerEngine are missing is how we use it.
     warnings.simplefilter("ignore")
     import megatron.core as megatron_core

@@ -2,10 +2,12 @@
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from relax_cli.run.progress import Progress, plot_reward
-from relax_cli.run.tracking import JsonLinesTracker, TensorBoardTracker, Trackers, read_metrics
+from relax_cli.run.tracking import JsonLinesTracker, TensorBoardTracker, Trackers, WandbTracker, read_metrics
 from rich.console import Console
 
 
@@ -83,9 +85,14 @@ def test_plot_is_a_png_and_nothing_is_drawn_from_nothing(tmp_path: Path) -> None
 
 
 def test_weights_and_biases_writes_its_files_offline(tmp_path: Path) -> None:
-    from relax_cli.run.tracking import WandbTracker
-
-    tracker = WandbTracker(directory=tmp_path, name="a-run", config={"lr": 1e-6}, project="relax", mode="offline")
-    with Trackers([tracker]) as trackers:
-        trackers.log({"rollout/reward": 0.25}, 3)
+    # In a process of its own: wandb has a server process and temporary folders until the process ends.
+    code = f"""if True:
+        from pathlib import Path
+        from {WandbTracker.__module__} import Trackers, WandbTracker
+        options = dict(config={{"lr": 1e-6}}, project="relax", mode="offline")
+        tracker = WandbTracker(directory=Path.cwd(), name="a-run", **options)
+        with Trackers([tracker]) as trackers:
+            trackers.log({{"rollout/reward": 0.25}}, 3)
+    """
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=300)
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))

@@ -1,5 +1,6 @@
 """The example of the package's README runs as it stands."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,8 +9,10 @@ from pathlib import Path
 README = Path(__file__).parents[2] / "packages" / "relax-data" / "README.md"
 
 
-def test_the_example_runs():
+def test_the_example_runs(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=300).stdout
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # the example leaves its files for the reader to look at
+    command = [sys.executable, "-c", code]
+    out = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300).stdout
     assert "micro-batches a rank: " in out
     assert "'ref_log_probs': [[-0.5, -0.1], [-2.0]]" in out

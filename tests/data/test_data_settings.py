@@ -34,19 +34,22 @@ def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):
         ({"tool_key": "x"}, "--tool-key has no effect"),
         ({"apply_chat_template_kwargs": {}}, "--apply-chat-template-kwargs has no effect"),
         ({"streaming_buffer_size": 5}, "--streaming-buffer-size has no effect without --use-streaming-dataset"),
-        ({"streaming_buffer_size": 0, "use_streaming_dataset": True}, "--streaming-buffer-size 0: must be at least 1"),
-        ({"rollout_max_prompt_len": 0}, "--rollout-max-prompt-len 0"),
-        ({"rollout_seed": -1}, "--rollout-seed -1"),
-        ({"rollout_seed": 2**31}, "--rollout-seed 2147483648"),
+        (
+            {"streaming_buffer_size": 0, "use_streaming_dataset": True},
+            "--streaming-buffer-size must be 1 or more, not 0",
+        ),
+        ({"rollout_max_prompt_len": 0}, "--rollout-max-prompt-len must be 1 or more, not 0"),
+        ({"rollout_seed": -1}, "--rollout-seed must be 0 or more, not -1"),
+        ({"rollout_seed": 2**31}, "--rollout-seed must be 2147483647 or less, not 2147483648"),
         ({"mm_processor_pool_size": 2}, "--mm-processor-pool-size has no effect without --multimodal-keys"),
-        ({"mm_processor_pool_size": -2}, "--mm-processor-pool-size -2"),
+        ({"mm_processor_pool_size": -2}, "--mm-processor-pool-size must be 0 or more, not -2"),
         ({"multimodal_keys": {"smell": "s"}}, "unknown modality 'smell'"),
         ({"multimodal_keys": {"image": 3}}, "image must name the key"),
         (
             {"apply_chat_template": True, "apply_chat_template_kwargs": {"tokenize": True, "thinking": False}},
             "--apply-chat-template-kwargs: 'tokenize' is no argument of the template",
         ),
-        ({"num_data_storage_units": 0}, "--num-data-storage-units 0"),
+        ({"num_data_storage_units": 0}, "--num-data-storage-units must be 1 or more, not 0"),
     ],
 )
 def test_each_problem_is_named(write_jsonl, options, message):
@@ -58,7 +61,7 @@ def test_each_problem_is_named(write_jsonl, options, message):
 def test_all_problems_are_reported_together():
     found = problems(prompt_data=("missing.jsonl",), system_prompt="x", rollout_seed=-1)
     assert len(found) == 3
-    assert "--prompt-data: missing.jsonl does not exist" in found[0]
+    assert any("--prompt-data: missing.jsonl does not exist" in problem for problem in found)
 
 
 def test_settings_and_types_import_nothing_heavy():

@@ -59,8 +59,8 @@ def test_all_problems_of_the_settings_are_told_together() -> None:
         sglang_extra={"max_running_requests": "x", "prot": 1, "port": 1, "disable_radix_cache": 1},
     )
     text = "\n".join(settings.problems())
-    assert "--rollout-num-gpus-per-engine is 0" in text
-    assert "--sglang-mem-fraction-static is 1.5" in text
+    assert "--rollout-num-gpus-per-engine must be 1 or more, not 0" in text
+    assert "--sglang-mem-fraction-static must be below 1, not 1.5" in text
     assert "--sglang-max-running-requests takes an integer" in text
     assert "--sglang-prot: SGLang's server has no argument --prot" in text
     assert "--sglang-port cannot be set" in text

@@ -34,11 +34,11 @@ def test_the_recommended_layouts_have_no_problem() -> None:
     ("wrong", "words"),
     [
         ({"sequence_parallel": True}, ["--sequence-parallel has no effect"]),
-        ({"tensor_model_parallel_size": 0}, ["--tensor-model-parallel-size 0"]),
+        ({"tensor_model_parallel_size": 0}, ["--tensor-model-parallel-size must be 1 or more, not 0"]),
         ({"recompute_granularity": "full"}, ["--recompute-method", "--recompute-num-layers"]),
         ({"recompute_granularity": "selective", "recompute_method": "uniform"}, ["--recompute-method needs"]),
         ({"recompute_num_layers": 2}, ["--recompute-num-layers needs"]),
-        ({"expert_tensor_parallel_size": 0}, ["--expert-tensor-parallel-size 0"]),
+        ({"expert_tensor_parallel_size": 0}, ["--expert-tensor-parallel-size must be 1 or more, not 0"]),
     ],
 )
 def test_layouts_that_contradict_themselves(wrong: dict[str, Any], words: list[str]) -> None:

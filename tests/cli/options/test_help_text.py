@@ -106,7 +106,7 @@ def test_help_shows_defaults_choices_and_the_pass_through(monkeypatch: pytest.Mo
     monkeypatch.setenv("COLUMNS", "200")
     text = train_help()
     assert "--colocate, --no-colocate" in text
-    assert "(default: 8)" in text
+    assert "(1 or more; default: 8)" in text
     assert "{k1,k2,k3,low_var_kl}" in text
     assert "--sglang-<name>" in text
     assert "--sglang-extra" not in text

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from relax_data.errors import DataError
-from relax_data.options import flag, option
+from relax_data.options import LARGEST_COUNT, Settings, flag, option
 from relax_data.readers.files import resolve_files
 
 _NOT_OF_TEMPLATE = {
@@ -15,7 +15,7 @@ _NOT_OF_TEMPLATE = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataSettings:
+class DataSettings(Settings):
     """Where prompts come from and how a row becomes a prompt."""
 
     TITLE: ClassVar[str] = "Prompt data"
@@ -44,26 +44,32 @@ class DataSettings:
     )
     system_prompt: str | None = option(None, "System message put before messages that have none of their own.")
     rollout_shuffle: bool = option(False, "Shuffle the prompts, in another order every epoch.")
-    rollout_seed: int = option(42, "Seed of the shuffle and of sampling.")
+    rollout_seed: int = option(  # an engine adds its number and seeds numpy, which takes 32 bits
+        42, "Seed of the shuffle and of sampling.", ge=0, le=2**31 - 1
+    )
     rollout_max_prompt_len: int | None = option(
-        None, "Longest prompt in tokens; longer ones are dropped and counted. Default: no limit."
+        None,
+        "Longest prompt in tokens; longer ones are dropped and counted. Default: no limit.",
+        ge=1,
+        le=LARGEST_COUNT,
     )
     skip_bad_rows: bool = option(False, "Count and report unusable rows instead of stopping at the first one.")
     use_streaming_dataset: bool = option(False, "Read prompts as they are needed, in memory that does not grow.")
     streaming_buffer_size: int = option(
-        10000, "Rows of the streaming shuffle buffer; without --rollout-shuffle, rows read at a time."
+        10000,
+        "Rows of the streaming shuffle buffer; without --rollout-shuffle, rows read at a time.",
+        ge=1,
+        le=LARGEST_COUNT,
     )
     mm_processor_pool_size: int = option(
-        0, "Processes of the multimodal processor, each loading it once; 0 is a pool of threads."
+        0,
+        "Processes of the multimodal processor, each loading it once; 0 is a pool of threads.",
+        ge=0,
+        le=LARGEST_COUNT,
     )
-    num_data_storage_units: int = option(1, "Storage units of TransferQueue (--fully-async).")
+    num_data_storage_units: int = option(1, "Storage units of TransferQueue (--fully-async).", ge=1, le=LARGEST_COUNT)
 
-    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
-        """All reasons why these options cannot be used, each with its fix.
-
-        Args:
-            given: names of the fields that the user set.
-        """
+    def _problems(self, given: frozenset[str]) -> list[str]:
         found = []
         if "" in self.prompt_data:
             found.append("--prompt-data holds an empty path: is a shell variable in it not set?")
@@ -85,19 +91,11 @@ class DataSettings:
                 f"--apply-chat-template-kwargs: {name!r} is no argument of the template, it says how the tokenizer is "
                 "called, which is fixed here (text first, tokens with --rollout-max-prompt-len after): remove it"
             )
-        for name in ("rollout_max_prompt_len", "streaming_buffer_size", "num_data_storage_units"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                found.append(f"{flag(name)} {value}: must be at least 1")
-        if not 0 <= self.rollout_seed < 2**31:  # an engine adds its number and seeds numpy, which takes 32 bits
-            found.append(f"--rollout-seed {self.rollout_seed}: must be from 0 to {2**31 - 1}")
         if "streaming_buffer_size" in given and not self.use_streaming_dataset:
             found.append(
                 "--streaming-buffer-size has no effect without --use-streaming-dataset: add it or drop the size"
             )
-        if self.mm_processor_pool_size < 0:
-            found.append(f"--mm-processor-pool-size {self.mm_processor_pool_size}: 0 is threads, N > 0 is N processes")
-        elif self.mm_processor_pool_size and not self.multimodal_keys:
+        if self.mm_processor_pool_size > 0 and not self.multimodal_keys:
             found.append(
                 "--mm-processor-pool-size has no effect without --multimodal-keys: "
                 'name the modalities (\'{"image": "images"}\') or drop the size'

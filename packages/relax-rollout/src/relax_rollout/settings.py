@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from relax_data.options import flag, option
+from relax_data.options import LARGEST_COEFFICIENT, LARGEST_COUNT, Settings, flag, option
 
 from relax_rollout.engines.sglang.settings import SGLangSettings
 from relax_rollout.hooks import hook_problem
@@ -12,43 +12,42 @@ EQUAL_REWARDS_FILTER = "relax_rollout.filters:reward_nonzero_std"
 """The shipped filter for ``--dynamic-sampling-filter-path``."""
 
 
-def _below(settings: object, minimum: int, *names: str) -> list[str]:
-    """One message for each of the fields that is set and less than ``minimum``."""
-    values = [(n, getattr(settings, n)) for n in names]
-    return [f"{flag(n)} is {v}; it must be at least {minimum}" for n, v in values if v is not None and v < minimum]
-
-
-def _sampling_problems(temperature: float | None, top_p: float | None, prefix: str) -> list[str]:
-    problems = []
-    if temperature is not None and temperature < 0:
-        problems.append(f"--{prefix}-temperature is {temperature}; it must be 0 (greedy) or more")
-    if top_p is not None and not 0 < top_p <= 1:
-        problems.append(f"--{prefix}-top-p is {top_p}; it must be above 0 and at most 1 (1 = all tokens)")
-    return problems
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutSettings:
+class RolloutSettings(Settings):
     """How many responses to how many prompts a rollout collects, and how they are sampled."""
 
     TITLE: ClassVar[str] = "Rollout"
 
-    rollout_batch_size: int = option(32, "Prompts a rollout returns, each with --n-samples-per-prompt responses.")
-    n_samples_per_prompt: int = option(1, "Responses sampled for each prompt; together they form a group.")
+    rollout_batch_size: int = option(
+        32, "Prompts a rollout returns, each with --n-samples-per-prompt responses.", ge=1, le=LARGEST_COUNT
+    )
+    n_samples_per_prompt: int = option(
+        1, "Responses sampled for each prompt; together they form a group.", ge=1, le=LARGEST_COUNT
+    )
     over_sampling_batch_size: int | None = option(
         None,
         "Prompts submitted at once; the first --rollout-batch-size groups to finish and to pass the filter are used, "
         "the others wait for the next rollout. Default: --rollout-batch-size.",
+        le=LARGEST_COUNT,
     )
-    rollout_max_response_len: int = option(1024, "Most tokens of a response.")
+    rollout_max_response_len: int = option(1024, "Most tokens of a response.", ge=1, le=LARGEST_COUNT)
     rollout_max_context_len: int | None = option(
-        None, "Most tokens of prompt and response together; a prompt that leaves no room is dropped and counted."
+        None,
+        "Most tokens of prompt and response together; a prompt that leaves no room is dropped and counted.",
+        ge=2,
+        le=LARGEST_COUNT,
     )
-    rollout_temperature: float = option(1.0, "Sampling temperature; 0 is greedy.")
-    rollout_top_p: float = option(1.0, "Sample from the smallest set of tokens with this probability in sum.")
-    rollout_top_k: int = option(-1, "Sample from this many likeliest tokens; -1 is all.")
+    rollout_temperature: float = option(1.0, "Sampling temperature; 0 is greedy.", ge=0, le=LARGEST_COEFFICIENT)
+    rollout_top_p: float = option(
+        1.0, "Sample from the smallest set of tokens with this probability in sum; 1 is all.", gt=0, le=1
+    )
+    rollout_top_k: int = option(
+        -1, "Sample from this many likeliest tokens; -1 is all.", ge=1, le=LARGEST_COUNT, one_of=(-1,)
+    )
     rollout_stop: tuple[str, ...] = option((), "Strings that end a response.")
-    rollout_stop_token_ids: tuple[int, ...] = option((), "Token ids that end a response, besides end-of-sequence.")
+    rollout_stop_token_ids: tuple[int, ...] = option(
+        (), "Token ids that end a response, besides end-of-sequence.", ge=0, le=LARGEST_COUNT
+    )
     dynamic_sampling_filter_path: str | None = option(
         None,
         "module:function(group) -> bool or (bool, reason): False drops the group and another prompt takes its place. "
@@ -69,7 +68,10 @@ class RolloutSettings:
         False, "Continue interrupted samples in the next rollout instead of starting them again from the prompt."
     )
     partial_rollout_max_aborted_count: int | None = option(
-        None, "With --partial-rollout: a sample interrupted this often is waited for. Default: no limit."
+        None,
+        "With --partial-rollout: a sample interrupted this often is waited for. Default: no limit.",
+        ge=0,
+        le=LARGEST_COUNT,
     )
     mask_offpolicy_in_partial_rollout: bool = option(
         False, "With --partial-rollout: do not train on tokens of an older policy than the one that ended the sample."
@@ -80,14 +82,8 @@ class RolloutSettings:
         """Prompts submitted at once at the start of a rollout."""
         return self.over_sampling_batch_size or self.rollout_batch_size
 
-    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
-        """Everything that is wrong with the values, each message with its flag and a fix."""
-        problems = _below(self, 1, "rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len")
-        problems += _below(self, 2, "rollout_max_context_len")
-        problems += _below(self, 0, "partial_rollout_max_aborted_count")
-        problems += _sampling_problems(self.rollout_temperature, self.rollout_top_p, "rollout")
-        if self.rollout_top_k < 1 and self.rollout_top_k != -1:
-            problems.append(f"--rollout-top-k is {self.rollout_top_k}; it must be -1 (all tokens) or at least 1")
+    def _problems(self, given: frozenset[str]) -> list[str]:
+        problems = []
         over = self.over_sampling_batch_size
         if over is not None and over < self.rollout_batch_size:
             problems.append(
@@ -128,7 +124,7 @@ class RolloutSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardSettings:
+class RewardSettings(Settings):
     """What scores a response: exactly one of ``--rm-type``, ``--custom-rm-path``, ``--rm-url``."""
 
     TITLE: ClassVar[str] = "Reward"
@@ -152,7 +148,10 @@ class RewardSettings:
     )
     group_rm: bool = option(False, "Score all samples of a group in one call.")
     reward_max_concurrency: int = option(
-        64, "Most reward calls at the same time. With --rm-type math: most worker processes."
+        64,
+        "Most reward calls at the same time. With --rm-type math: most worker processes.",
+        ge=1,
+        le=LARGEST_COUNT,
     )
 
     @property
@@ -160,12 +159,9 @@ class RewardSettings:
         """Whether the user chose a reward."""
         return any(v is not None for v in (self.rm_type, self.custom_rm_path, self.rm_url))
 
-    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
-        """Everything that is wrong with the values, each message with its flag and a fix.
-
-        That no reward was chosen is not one of them: a run that trains on stored rollouts needs none.
-        """
-        problems = _below(self, 1, "reward_max_concurrency")
+    def _problems(self, given: frozenset[str]) -> list[str]:
+        # That no reward was chosen is none of them: a run that trains on stored rollouts needs none.
+        problems = []
         chosen = [flag(n) for n in ("rm_type", "custom_rm_path", "rm_url") if getattr(self, n) is not None]
         if len(chosen) > 1:
             problems.append(f"{' and '.join(chosen)} exclude each other: each of them is the whole reward; keep one")
@@ -186,7 +182,7 @@ class RewardSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalSettings:
+class EvalSettings(Settings):
     """What is evaluated, and how its responses are sampled."""
 
     TITLE: ClassVar[str] = "Evaluation"
@@ -194,20 +190,24 @@ class EvalSettings:
     eval_prompt_data: tuple[str, ...] = option(
         (), "Pairs of a name and the prompts of an evaluation: NAME PATH NAME PATH ...", metavar="NAME PATH"
     )
-    n_samples_per_eval_prompt: int = option(1, "Responses to each prompt; with more than one, pass@k is measured.")
-    eval_temperature: float | None = option(None, "Sampling temperature; 0 is greedy. Default: --rollout-temperature.")
-    eval_top_p: float | None = option(None, "Default: --rollout-top-p.")
-    eval_max_response_len: int | None = option(None, "Most tokens of a response. Default: --rollout-max-response-len.")
+    n_samples_per_eval_prompt: int = option(
+        1, "Responses to each prompt; with more than one, pass@k is measured.", ge=1, le=LARGEST_COUNT
+    )
+    eval_temperature: float | None = option(
+        None, "Sampling temperature; 0 is greedy. Default: --rollout-temperature.", ge=0, le=LARGEST_COEFFICIENT
+    )
+    eval_top_p: float | None = option(None, "Default: --rollout-top-p.", gt=0, le=1)
+    eval_max_response_len: int | None = option(
+        None, "Most tokens of a response. Default: --rollout-max-response-len.", ge=1, le=LARGEST_COUNT
+    )
 
     @property
     def datasets(self) -> dict[str, str]:
         """Path by name of the evaluation, in the order given."""
         return dict(zip(self.eval_prompt_data[::2], self.eval_prompt_data[1::2], strict=True))
 
-    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
-        """Everything that is wrong with the values, each message with its flag and a fix."""
-        problems = _below(self, 1, "n_samples_per_eval_prompt", "eval_max_response_len")
-        problems += _sampling_problems(self.eval_temperature, self.eval_top_p, "eval")
+    def _problems(self, given: frozenset[str]) -> list[str]:
+        problems = []
         names = self.eval_prompt_data[::2]
         if len(self.eval_prompt_data) % 2:
             problems.append(

@@ -187,11 +187,12 @@ def help_text(classes: Iterable[type], options: Mapping[str, Option], epilogs: M
 
 
 def _add_to_help(group: Any, option: Option) -> None:
-    text = option.help.replace("%", "%%")
+    facts = [option.range] if option.range else []
     if option.required:
-        text += " (required)"
+        facts.append("required")
     elif option.default not in (None, False, (), {}) and "default" not in option.help:
-        text += f" (default: {_shown(option.default)})".replace("%", "%%")
+        facts.append(f"default: {_shown(option.default)}")
+    text = (option.help + (f" ({'; '.join(facts)})" if facts else "")).replace("%", "%%")
     if option.kind.base is bool:
         group.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         return

@@ -86,6 +86,7 @@ class Option:
         name: in snake_case, as the field is called.
         owner: the settings class it belongs to; None for an argument that is passed through to the SGLang server.
         default: value when nobody says otherwise; ``dataclasses.MISSING`` when it is required.
+        range: which values are right, in words (``1 or more``); empty for all of the kind.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Option:
     help: str = ""
     metavar: str | None = None
     owner: type | None = None
+    range: str = ""
 
     @property
     def flag(self) -> str:
@@ -110,6 +112,7 @@ def options_of(cls: type) -> list[Option]:
     found = []
     for field in dataclasses.fields(cls):
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        allowed = field.metadata.get("range")
         found.append(
             Option(
                 field.name,
@@ -118,6 +121,7 @@ def options_of(cls: type) -> list[Option]:
                 field.metadata.get("help", ""),
                 field.metadata.get("metavar"),
                 cls,
+                allowed.text if allowed is not None else "",
             )
         )
     return found

@@ -4,11 +4,11 @@ import dataclasses
 import importlib.util
 from typing import ClassVar, Literal
 
-from relax_data.options import flag, given_flags, option
+from relax_data.options import LARGEST_COUNT, Settings, flag, given_flags, option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClusterSettings:
+class ClusterSettings(Settings):
     """Which GPUs train, which generate, and how the two share them."""
 
     TITLE: ClassVar[str] = "Resources and modes"
@@ -24,23 +24,29 @@ class ClusterSettings:
         "How many versions older than the policy the oldest token of a consumed sample may be. With --fully-async the "
         "producer waits; with --colocate it is about what --over-sampling-batch-size leaves for the next rollout, and "
         "what is older starts again from its prompt. 0 is on-policy.",
+        ge=0,
+        le=LARGEST_COUNT,
     )
-    actor_num_nodes: int = option(1, "Nodes that train.")
+    actor_num_nodes: int = option(1, "Nodes that train.", ge=1, le=LARGEST_COUNT)
     actor_num_gpus_per_node: int | None = option(
-        None, "GPUs that train on each of them; by default all there are, 0 on a machine without GPUs (then CPU)."
+        None,
+        "GPUs that train on each of them; by default all there are, 0 on a machine without GPUs (then CPU).",
+        ge=0,
+        le=LARGEST_COUNT,
     )
     rollout_num_gpus: int | None = option(
         None,
         "With --fully-async: GPUs that generate, in all; by default one node's, --num-gpus-per-node. "
         "With --colocate the engines use the GPUs that train.",
+        ge=1,
+        le=LARGEST_COUNT,
     )
-    num_gpus_per_node: int = option(8, "GPUs of one node of the cluster.")
+    num_gpus_per_node: int = option(8, "GPUs of one node of the cluster.", ge=1, le=LARGEST_COUNT)
     ray_address: str | None = option(
         None, "Ray cluster to join, as in `ray start --address`, or `auto`; by default Ray is started on this machine."
     )
 
-    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
-        """What is wrong with these values, each with its fix."""
+    def _problems(self, given: frozenset[str]) -> list[str]:
         found = []
         if self.fully_async and self.colocate:
             found.append("--fully-async and --colocate exclude each other: remove one of them")
@@ -51,14 +57,6 @@ class ClusterSettings:
                 "--rollout-num-gpus has no effect with --colocate, where the engines use all GPUs that train: "
                 "remove it, or add --fully-async"
             )
-        if self.max_staleness < 0:
-            found.append(f"--max-staleness must be 0 or more, not {self.max_staleness}")
-        for name, least in (("actor_num_nodes", 1), ("num_gpus_per_node", 1), ("actor_num_gpus_per_node", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                found.append(f"{flag(name)} must be {least} or more, not {value}")
-        if self.fully_async and self.rollout_num_gpus is not None and self.rollout_num_gpus < 1:
-            found.append(f"--rollout-num-gpus must be 1 or more, not {self.rollout_num_gpus}")
         on_node = self.actor_num_gpus_per_node
         if on_node is not None and on_node > self.num_gpus_per_node >= 1:
             found.append(
@@ -71,7 +69,7 @@ class ClusterSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunSettings:
+class RunSettings(Settings):
     """How long the run is, and what the command does instead of running."""
 
     TITLE: ClassVar[str] = "Run"
@@ -84,23 +82,24 @@ class RunSettings:
     )
     dry_run: bool = option(False, "Check everything, print the plan and exit.")
     print_config: bool = option(False, "Print the merged options as TOML that --config accepts, and exit.")
-    num_rollout: int | None = option(None, "Rollouts of the whole run, counted from rollout 0 over all resumes.")
-    num_epoch: int | None = option(None, "Or: passes over the prompt data. Give exactly one of the two.")
-    eval_interval: int | None = option(None, "Evaluate before the first and after every N-th rollout.", metavar="N")
+    num_rollout: int | None = option(
+        None, "Rollouts of the whole run, counted from rollout 0 over all resumes.", ge=1, le=LARGEST_COUNT
+    )
+    num_epoch: int | None = option(
+        None, "Or: passes over the prompt data. Give exactly one of the two.", ge=1, le=LARGEST_COUNT
+    )
+    eval_interval: int | None = option(
+        None, "Evaluate before the first and after every N-th rollout.", ge=1, le=LARGEST_COUNT
+    )
     skip_eval_before_train: bool = option(False, "No evaluation before the first rollout.")
 
-    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
-        """What is wrong with these values, each with its fix."""
+    def _problems(self, given: frozenset[str]) -> list[str]:
         found = []
         if self.num_rollout is not None and self.num_epoch is not None:
             found.append(
                 f"--num-rollout {self.num_rollout} and --num-epoch {self.num_epoch} both say how long the run is: "
                 "give exactly one"
             )
-        for name in ("num_rollout", "num_epoch", "eval_interval"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                found.append(f"{flag(name)} must be 1 or more, not {value}")
         if self.skip_eval_before_train and self.eval_interval is None:
             found.append(
                 "--skip-eval-before-train has no effect without --eval-interval: remove it, or add the interval"
@@ -114,7 +113,7 @@ _WANDB = ("wandb_project", "wandb_team", "wandb_group", "wandb_mode", "wandb_hos
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoggingSettings:
+class LoggingSettings(Settings):
     """Where the metrics go."""
 
     TITLE: ClassVar[str] = "Logging"
@@ -132,8 +131,7 @@ class LoggingSettings:
     wandb_dir: str | None = option(None, "Folder of W&B's files; by default the run directory.")
     wandb_run_id: str | None = option(None, "W&B run to go on with.")
 
-    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
-        """What is wrong with these values, each with its fix."""
+    def _problems(self, given: frozenset[str]) -> list[str]:
         found = []
         name = self.tb_experiment_name
         if name is not None and (not name.strip() or name in (".", "..") or any(c in name for c in "/\\\0\n")):
@@ -147,7 +145,7 @@ class LoggingSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DebugSettings:
+class DebugSettings(Settings):
     """One half of the loop at a time."""
 
     TITLE: ClassVar[str] = "Debugging"
@@ -163,8 +161,7 @@ class DebugSettings:
         None, "Read each rollout's samples from this file; the path holds {rollout_id}.", metavar="PATH"
     )
 
-    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
-        """What is wrong with these values, each with its fix."""
+    def _problems(self, given: frozenset[str]) -> list[str]:
         found = []
         if self.debug_rollout_only and self.debug_train_only:
             found.append("--debug-rollout-only and --debug-train-only exclude each other: remove one of them")

@@ -3,13 +3,13 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from relax_data.options import option
+from relax_data.options import LARGEST_COEFFICIENT, LARGEST_FLOAT, Settings, option
 
 KLLossType = Literal["k1", "k2", "k3", "low_var_kl"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AlgorithmSettings:
+class AlgorithmSettings(Settings):
     """Flags of the reinforcement-learning objective."""
 
     TITLE: ClassVar[str] = "Algorithm"
@@ -23,25 +23,34 @@ class AlgorithmSettings:
     normalize_advantages: bool = option(
         False, "Whiten the advantages over all trained tokens of a rollout, after the advantage estimator."
     )
-    eps_clip: float = option(0.2, "Probability ratios below 1 - EPS_CLIP give no gradient (PPO clipping).")
+    eps_clip: float = option(0.2, "Probability ratios below 1 - EPS_CLIP give no gradient (PPO clipping).", gt=0, lt=1)
     eps_clip_high: float | None = option(
-        None, "Probability ratios above 1 + EPS_CLIP_HIGH give no gradient; default: --eps-clip (DAPO clip-higher)."
+        None,
+        "Probability ratios above 1 + EPS_CLIP_HIGH give no gradient; default: --eps-clip (DAPO clip-higher).",
+        gt=0,
+        le=LARGEST_FLOAT,
     )
     use_kl_loss: bool = option(False, "Add the KL divergence to the reference model to the loss.")
     kl_loss_coef: float = option(
-        0.0, "Weight of the KL loss; needs --use-kl-loss. With 0 no reference forward pass is run."
+        0.0,
+        "Weight of the KL loss; needs --use-kl-loss. With 0 no reference forward pass is run.",
+        ge=0,
+        le=LARGEST_COEFFICIENT,
     )
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option(
         "k3", "Estimator of the KL loss: k1, k2, k3 (Schulman), or low_var_kl: k3 limited to 10 a token."
     )
     kl_coef: float = option(
-        0.0, "Weight of the KL divergence to the reference model that is subtracted from the reward of a response."
+        0.0,
+        "Weight of the KL divergence to the reference model that is subtracted from the reward of a response.",
+        ge=0,
+        le=LARGEST_COEFFICIENT,
     )
-    entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", ge=0, le=LARGEST_COEFFICIENT)
     use_tis: bool = option(
         False, "Weight each token by the truncated ratio of trainer and rollout probability (importance sampling)."
     )
-    tis_clip: float = option(2.0, "Largest importance-sampling weight; needs --use-tis.")
+    tis_clip: float = option(2.0, "Largest importance-sampling weight; needs --use-tis.", gt=0, le=LARGEST_FLOAT)
     calculate_per_token_loss: bool = option(
         False,
         "Average the loss over all tokens of the optimizer step, instead of over the tokens of a response and then "
@@ -63,18 +72,8 @@ class AlgorithmSettings:
         """Whether a reference model takes part."""
         return self.kl_loss_weight != 0 or self.kl_coef != 0
 
-    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
-        """Everything wrong with these values; ``given`` holds the fields that the user set."""
+    def _problems(self, given: frozenset[str]) -> list[str]:
         found = []
-        if not 0 < self.eps_clip < 1:
-            found.append(f"--eps-clip {self.eps_clip} must lie between 0 and 1, for example 0.2")
-        if self.eps_clip_high is not None and self.eps_clip_high <= 0:
-            found.append(f"--eps-clip-high {self.eps_clip_high} must be positive, for example 0.28")
-        for name in ("kl_loss_coef", "kl_coef", "entropy_coef"):
-            if getattr(self, name) < 0:
-                found.append(f"--{name.replace('_', '-')} {getattr(self, name)} must not be negative")
-        if self.tis_clip <= 0:
-            found.append(f"--tis-clip {self.tis_clip} must be positive, for example 2.0")
         for name in ("kl_loss_coef", "kl_loss_type"):
             if name in given and not self.use_kl_loss:
                 found.append(f"--{name.replace('_', '-')} has no effect without --use-kl-loss: add it or drop the flag")

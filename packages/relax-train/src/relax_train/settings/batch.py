@@ -3,30 +3,44 @@
 import dataclasses
 from typing import ClassVar
 
-from relax_data.options import flag, option
+from relax_data.options import LARGEST_COUNT, Settings, flag, option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchSettings:
+class BatchSettings(Settings):
     """Flags of batching."""
 
     TITLE: ClassVar[str] = "Batching"
 
     global_batch_size: int | None = option(
-        None, "Samples of one optimizer step; default: all samples of a rollout / --num-steps-per-rollout."
+        None,
+        "Samples of one optimizer step; default: all samples of a rollout / --num-steps-per-rollout.",
+        ge=1,
+        le=LARGEST_COUNT,
     )
     num_steps_per_rollout: int | None = option(
-        None, "Optimizer steps on the samples of one rollout; default: 1, or what --global-batch-size gives."
+        None,
+        "Optimizer steps on the samples of one rollout; default: 1, or what --global-batch-size gives.",
+        ge=1,
+        le=LARGEST_COUNT,
     )
-    micro_batch_size: int = option(1, "Samples of one forward pass, without --use-dynamic-batch-size.")
+    micro_batch_size: int = option(
+        1, "Samples of one forward pass, without --use-dynamic-batch-size.", ge=1, le=LARGEST_COUNT
+    )
     use_dynamic_batch_size: bool = option(
         False, "Fill each micro-batch up to a number of tokens; needs --max-tokens-per-gpu."
     )
     max_tokens_per_gpu: int | None = option(
-        None, "Most tokens of a micro-batch on one GPU: a micro-batch holds at most this x the context-parallel size."
+        None,
+        "Most tokens of a micro-batch on one GPU: a micro-batch holds at most this x the context-parallel size.",
+        ge=1,
+        le=LARGEST_COUNT,
     )
     log_probs_max_tokens_per_gpu: int | None = option(
-        None, "The same for forward-only log-prob passes; default: --max-tokens-per-gpu."
+        None,
+        "The same for forward-only log-prob passes; default: --max-tokens-per-gpu.",
+        ge=1,
+        le=LARGEST_COUNT,
     )
     balance_data: bool = option(
         False,
@@ -83,19 +97,8 @@ class BatchSettings:
         whole, rest = divmod(n_samples, size)
         return [size] * whole + [rest] * (rest > 0)
 
-    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
-        """Everything wrong with these values; ``given`` holds the fields that the user set."""
+    def _problems(self, given: frozenset[str]) -> list[str]:
         found = []
-        for name in (
-            "global_batch_size",
-            "num_steps_per_rollout",
-            "micro_batch_size",
-            "max_tokens_per_gpu",
-            "log_probs_max_tokens_per_gpu",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                found.append(f"{flag(name)} {value} must be at least 1")
         if self.use_dynamic_batch_size:
             if self.max_tokens_per_gpu is None:
                 found.append("--use-dynamic-batch-size needs --max-tokens-per-gpu, for example 9216")

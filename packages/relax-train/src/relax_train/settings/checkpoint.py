@@ -5,7 +5,7 @@ import os
 import re
 from typing import ClassVar
 
-from relax_data.options import option
+from relax_data.options import LARGEST_COUNT, Settings, option
 
 ROLLOUT_ID = "{rollout_id}"
 LATEST = "latest"
@@ -13,7 +13,7 @@ LATEST = "latest"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointSettings:
+class CheckpointSettings(Settings):
     """Checkpoints of the run, and exports to Hugging Face folders."""
 
     TITLE: ClassVar[str] = "Checkpoints"
@@ -24,19 +24,22 @@ class CheckpointSettings:
         metavar="FOLDER",
     )
     save: str | None = option(None, "Folder that checkpoints are written to.", metavar="FOLDER")
-    save_interval: int | None = option(None, "Save every N rollouts, and after the last; default: only after the last.")
+    save_interval: int | None = option(
+        None, "Save every N rollouts, and after the last; default: only after the last.", ge=1, le=LARGEST_COUNT
+    )
     save_hf: str | None = option(
         None,
         "Also write a Hugging Face folder whenever the run saves; the path must hold {rollout_id}.",
         metavar="PATH",
     )
-    max_actor_ckpt_to_keep: int | None = option(None, "Keep only the newest N checkpoints of --save; default: all.")
+    max_actor_ckpt_to_keep: int | None = option(
+        None, "Keep only the newest N checkpoints of --save; default: all.", ge=1, le=LARGEST_COUNT
+    )
     start_rollout_id: int | None = option(
-        None, "Absolute id of the first rollout; default: from the loaded checkpoint, else 0."
+        None, "Absolute id of the first rollout; default: from the loaded checkpoint, else 0.", ge=0, le=LARGEST_COUNT
     )
 
-    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
-        """What is wrong with these settings, each message with its fix."""
+    def _problems(self, given: frozenset[str]) -> list[str]:
         found = []
         if self.load is not None and not os.path.isdir(self.load) and not self._same_folder():
             found.append(
@@ -55,11 +58,8 @@ class CheckpointSettings:
                 f"--save {self.save}: holds the checkpoints of another run, which this one would replace; add --load "
                 f"{self.save} to go on with it, or choose another folder"
             )
-        if self.save_interval is not None:
-            if self.save_interval < 1:
-                found.append(f"--save-interval {self.save_interval}: must be 1 or more")
-            if self.save is None and self.save_hf is None:
-                found.append("--save-interval has no effect without --save or --save-hf; add one of them or remove it")
+        if self.save_interval is not None and self.save is None and self.save_hf is None:
+            found.append("--save-interval has no effect without --save or --save-hf; add one of them or remove it")
         if self.save_hf is not None and ROLLOUT_ID not in self.save_hf:
             found.append(f"--save-hf {self.save_hf}: must hold {ROLLOUT_ID}, for example {self.save_hf}/{ROLLOUT_ID}")
         if self.save_hf is not None and self._exports_over_checkpoints(self.save_hf):
@@ -67,13 +67,8 @@ class CheckpointSettings:
                 f"--save-hf {self.save_hf}: would replace the checkpoints of --save, which have these names; choose "
                 f"another one, for example {self.save}/hf_{ROLLOUT_ID}"
             )
-        if self.max_actor_ckpt_to_keep is not None:
-            if self.max_actor_ckpt_to_keep < 1:
-                found.append(f"--max-actor-ckpt-to-keep {self.max_actor_ckpt_to_keep}: must be 1 or more")
-            if self.save is None:
-                found.append("--max-actor-ckpt-to-keep has no effect without --save; add --save or remove it")
-        if self.start_rollout_id is not None and self.start_rollout_id < 0:
-            found.append(f"--start-rollout-id {self.start_rollout_id}: must be 0 or more")
+        if self.max_actor_ckpt_to_keep is not None and self.save is None:
+            found.append("--max-actor-ckpt-to-keep has no effect without --save; add --save or remove it")
         return found
 
     def _exports_over_checkpoints(self, save_hf: str) -> bool:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from relax_data.options import option
+from relax_data.options import Settings, option
 
 MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of the Hugging Face configurations that :mod:`relax_train.models.build` can build."""
@@ -58,7 +58,7 @@ def experts_key(hf_config: Mapping[str, Any]) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelSettings:
+class ModelSettings(Settings):
     """The model and its precision."""
 
     TITLE: ClassVar[str] = "Model"
@@ -73,6 +73,7 @@ class ModelSettings:
         1234,
         "Seed of the trainer's random numbers. The models that it builds have no dropout and start from given weights, "
         "so they draw none; order of the prompts and sampling are --rollout-seed.",
+        ge=0,
     )
     bf16: bool | None = option(
         None, "Train in bfloat16 with float32 master weights; default: on with CUDA, off (float32) on CPU."
@@ -82,10 +83,10 @@ class ModelSettings:
         "Bytes of a bucket of full tensors in a weight update; a push needs at most two buckets beside the model. A "
         "larger tensor goes alone.",
         metavar="BYTES",
+        ge=1,
     )
 
-    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
-        """What is wrong with these settings, each message with its fix."""
+    def _problems(self, given: frozenset[str]) -> list[str]:
         found = []
         try:
             config = read_hf_config(self.hf_checkpoint)
@@ -102,8 +103,4 @@ class ModelSettings:
                 read_hf_config(self.ref_load)
             except ValueError as error:
                 found.append(f"--ref-load: {error}")
-        if self.update_weight_buffer_size < 1:
-            found.append(f"--update-weight-buffer-size {self.update_weight_buffer_size}: must be at least 1 byte")
-        if self.seed < 0:
-            found.append(f"--seed {self.seed}: must be 0 or more")
         return found

@@ -4,30 +4,28 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from relax_data.options import flag, option
+from relax_data.options import LARGEST_COUNT, Settings, flag, option
 
 from relax_train.settings.model import experts_key
 
-_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ParallelSettings:
+class ParallelSettings(Settings):
     """Megatron's parallel sizes, with Megatron's names and meanings."""
 
     TITLE: ClassVar[str] = "Parallelism and memory"
 
-    tensor_model_parallel_size: int = option(1, "Ranks that share each layer's matrices (TP).")
-    pipeline_model_parallel_size: int = option(1, "Ranks that share the stack of layers (PP).")
-    context_parallel_size: int = option(1, "Ranks that share each sequence (CP).")
-    expert_model_parallel_size: int = option(1, "Ranks that share the experts of a mixture-of-experts layer (EP).")
+    tensor_model_parallel_size: int = option(1, "Ranks that share each layer's matrices (TP).", ge=1, le=LARGEST_COUNT)
+    pipeline_model_parallel_size: int = option(1, "Ranks that share the stack of layers (PP).", ge=1, le=LARGEST_COUNT)
+    context_parallel_size: int = option(1, "Ranks that share each sequence (CP).", ge=1, le=LARGEST_COUNT)
+    expert_model_parallel_size: int = option(
+        1, "Ranks that share the experts of a mixture-of-experts layer (EP).", ge=1, le=LARGEST_COUNT
+    )
     expert_tensor_parallel_size: int | None = option(
-        None, "Ranks that share each expert's matrices; default: --tensor-model-parallel-size."
+        None,
+        "Ranks that share each expert's matrices; default: --tensor-model-parallel-size.",
+        ge=1,
+        le=LARGEST_COUNT,
     )
     sequence_parallel: bool = option(
         False, "Split activations outside the matrices over the tensor-parallel ranks too; needs TP > 1."
@@ -39,7 +37,7 @@ class ParallelSettings:
         None, "With full: every chunk of layers (uniform), or the first layers of a stage (block)."
     )
     recompute_num_layers: int | None = option(
-        None, "With full: layers in a chunk (uniform), or layers that are recomputed (block)."
+        None, "With full: layers in a chunk (uniform), or layers that are recomputed (block).", ge=1, le=LARGEST_COUNT
     )
     optimizer_cpu_offload: bool = option(
         False, "Keep the optimizer's moments in host memory; each step passes them through the GPU piece by piece."
@@ -55,11 +53,8 @@ class ParallelSettings:
         """``expert_tensor_parallel_size`` after its default."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
-    def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
-        """What is wrong with these settings alone, each message with its fix."""
-        found = [f"{flag(name)} {getattr(self, name)}: must be 1 or more" for name in _SIZES if getattr(self, name) < 1]
-        if self.expert_tensor_parallel_size is not None and self.expert_tensor_parallel_size < 1:
-            found.append(f"--expert-tensor-parallel-size {self.expert_tensor_parallel_size}: must be 1 or more")
+    def _problems(self, given: frozenset[str]) -> list[str]:
+        found = []
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             found.append(
                 "--sequence-parallel has no effect with --tensor-model-parallel-size 1; remove it or raise the size"
@@ -78,8 +73,6 @@ class ParallelSettings:
             for name in ("recompute_method", "recompute_num_layers"):
                 if getattr(self, name) is not None:
                     found.append(f"{flag(name)} needs --recompute-granularity full; add it or remove {flag(name)}")
-        if self.recompute_num_layers is not None and self.recompute_num_layers < 1:
-            found.append(f"--recompute-num-layers {self.recompute_num_layers}: must be 1 or more")
         return found
 
     def model_problems(self, hf_config: Mapping[str, Any], world_size: int) -> list[str]:

@@ -200,6 +200,15 @@ def test_fully_async_is_planned_but_not_started(workspace: Path, start: list[str
     assert "runs --colocate only" in note
 
 
+@pytest.mark.parametrize("more", [[], ["--mm-processor-pool-size", "2"]])
+def test_images_are_planned_but_not_started(workspace: Path, start: list[str], more: list[str]) -> None:
+    words = ["--apply-chat-template", "--multimodal-keys", '{"image": "images"}', *more]
+    message = only([*start, *words])
+    assert message.startswith("--multimodal-keys is planned")
+    assert "qwen3_moe) read text only: remove it, and --mm-processor-pool-size with it" in message
+    assert resolve([*start, *words, "--dry-run"], {}).notes == (message,)
+
+
 def test_debug_train_only_needs_no_reward_and_no_prompts(workspace: Path) -> None:
     argv = ["--hf-checkpoint", "small", "--num-rollout", "1", "--n-samples-per-prompt", "2"]
     resolve([*argv, "--debug-train-only", "--load-debug-rollout-data", "s{rollout_id}"], {})

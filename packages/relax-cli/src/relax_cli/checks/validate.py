@@ -6,7 +6,7 @@ from typing import Any
 
 from relax_data.options import flag, given_flags
 from relax_data.readers.files import resolve_files
-from relax_train.settings.model import read_hf_config
+from relax_train.settings.model import MODEL_TYPES, read_hf_config
 
 from relax_cli.checks.file_checks import file_needs, file_problems
 from relax_cli.checks.lengths import micro_batch_tokens
@@ -294,6 +294,11 @@ def _start_needs(config: RunConfig) -> Problems:
         found.append(
             "--partial-rollout is planned and checked by this version, but not carried out yet: remove it; interrupted "
             "samples then start again from their prompts"
+        )
+    if config.data.multimodal_keys:
+        found.append(
+            "--multimodal-keys is planned and checked by this version, but the models that it trains "
+            f"({', '.join(MODEL_TYPES)}) read text only: remove it, and --mm-processor-pool-size with it"
         )
     found += file_needs(config)
     return found

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_words import changed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from relax_cli.checks.plan import plan_text
+from relax_cli.config.command_line import MOST_SUGGESTIONS
 from relax_cli.config.export import to_toml
 from relax_cli.config.files import to_toml as value_to_toml
 from relax_cli.config.options import namespace
 from relax_cli.config.resolution import resolve
 from relax_cli.config.run_config import ConfigError
 from relax_cli.config.schema import Option
+from relax_cli.main import main
 
 ODD: dict[type, list[str]] = {
     int: ["0", "1", "2", "3", "-1", "-7", "1000000000000", "1000000000000000000000", "9" * 5000, "x", ""],
@@ -54,17 +57,15 @@ NOT_HERE = {"config", "ray_address"}
 ANY_OPTION = st.sampled_from([o for o in namespace().options.values() if o.name not in NOT_HERE]).flatmap(words)
 
 
-@given(st.lists(ANY_OPTION, min_size=1, max_size=4), st.booleans())
+@given(
+    st.lists(ANY_OPTION, min_size=1, max_size=4, unique_by=lambda group: group[0].replace("--no-", "--")), st.booleans()
+)
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_odd_values_are_problems_or_make_a_plan(
     workspace: Path, start: list[str], chosen: list[Any], gpu: bool
 ) -> None:
-    argv = [
-        *start,
-        "--dry-run",
-        *(["--num-gpus-per-node", "8"] if gpu else []),
-        *(w for group in chosen for w in group),
-    ]
+    base = changed([*start, "--dry-run"], ["--num-gpus-per-node", "8"] if gpu else [])
+    argv = changed(base, [w for group in chosen for w in group])
     config, problems = None, []
     try:
         config = resolve(argv, {})
@@ -104,6 +105,14 @@ FILES: list[tuple[str, bytes, str]] = [
     ("c.yaml", b"save: " + b"[" * 5_000, "cannot be read (RecursionError)"),
     ("c.yaml", b"save: !!timestamp x", "cannot be read"),
     ("c.yaml", b"save: !!float", "cannot be read"),
+    ("c.yaml", b"seed: 1\nnum_rollout: !!int 'x'", "c.yaml:2: num_rollout: 'x' cannot be read as !!int"),
+    ("c.yaml", b"seed: 1\nlr: !!float x", "c.yaml:2: lr: 'x' cannot be read as !!float"),
+    ("c.yaml", b"seed: 1\ndry_run: !!bool maybe", "c.yaml:2: dry_run: 'maybe' cannot be read as !!bool"),
+    ("c.yaml", b"eval_prompt_data: [a, !!int x]", "c.yaml:1: eval_prompt_data: holds a value that cannot be read"),
+    ("c.yaml", b"multimodal_keys: {image: a, image: b}", "line 1: a key stands twice in this table"),
+    ("c.toml", b'multimodal_keys = \'{"image": "a", "image": "b"}\'', "the key 'image' is given twice"),
+    ("c.toml", f"seed = 1\nlr = {'9' * 5000}".encode(), "line 2: a number has too many digits"),
+    ("c.yaml", b"seed: 1\nsave: a\0b", "line 2: unacceptable character #x0000"),
     ("c.yaml", b"save: a\0b", "special characters are not allowed"),
     ("c.yaml", b"save: !!python/object/apply:os.system [true]", "could not determine a constructor"),
     ("c.yaml", b"apply_chat_template_kwargs: {1: 2}", "keys are strings"),
@@ -123,6 +132,22 @@ def test_a_hostile_file_is_a_problem_that_names_it(
     assert name in told
     assert part in told
     assert len(told) < 2000
+
+
+@pytest.mark.parametrize(("ending", "between"), [(".toml", " = "), (".yaml", ": ")])
+def test_a_file_of_thousands_of_wrong_names_suggests_for_the_first_few(
+    workspace: Path, start: list[str], ending: str, between: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workspace / f"c{ending}").write_text("\n".join(f"num_rollou{i}{between}1" for i in range(20_000)))
+    with pytest.raises(ConfigError) as refused:
+        resolve([*start, "--config", f"c{ending}"], {})
+    problems = refused.value.problems
+    assert problems[19_999] == f"c{ending}:20000: num_rollou19999: no such option"
+    assert sum("did you mean" in problem for problem in problems) == MOST_SUGGESTIONS
+    assert main(["train", *start, "--config", f"c{ending}"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 52
+    assert told[-1] == "  ... and 19950 more"
 
 
 PIECES = [*"[]{}'\"=\n#|>?~-\t:& ", "&a", "*a", "!!int", "!!float", "!!binary", "!!set", "%YAML", "---", "<<"]
@@ -180,7 +205,7 @@ def test_what_is_no_readable_file_is_a_problem_and_no_hang(
     path = odd / ("c.toml" if where == "--config" else "config.json")
     make_odd(path, kind)
     with pytest.raises(ConfigError) as refused:
-        resolve([*start, where, str(path if where == "--config" else odd)], {})
+        resolve(changed(start, [where, str(path if where == "--config" else odd)]), {})
     assert any(where in problem and str(path) in problem for problem in refused.value.problems), refused.value.problems
 
 
@@ -208,7 +233,7 @@ def test_an_empty_string_is_an_error_wherever_it_stands(workspace: Path, start: 
         ([], {variable: "''" if option.kind.many else ""}),
     ):
         with pytest.raises(ConfigError, match="an empty string means nothing"):
-            resolve([*start, *words], environ)
+            resolve(changed(start, words), environ)
 
 
 # A run cannot do without prompts.

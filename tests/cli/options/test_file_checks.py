@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_words import changed
 from relax_cli.config.resolution import resolve
 from relax_cli.config.run_config import ConfigError
 from relax_train.checkpoint import manifest
@@ -56,7 +57,7 @@ def test_damaged_weights_are_named(
     (workspace / "other" / "config.json").write_text((workspace / "small" / "config.json").read_text())
     (workspace / "other" / "tokenizer.json").write_text("{}")
     file = workspace / "other" / "model.safetensors"
-    words = [*start, "--use-kl-loss", "--kl-loss-coef", "0.1", option, "other"]
+    words = changed(start, ["--use-kl-loss", "--kl-loss-coef", "0.1", option, "other"])
     file.write_bytes(weights(SMALL_SHAPES))
     resolve(words, {})
     file.write_bytes(damage(weights(SMALL_SHAPES)))

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 import pytest
-from relax_cli.config.command_line import Namespace, read_command_line, read_environment
+from relax_cli.config.command_line import MOST_SUGGESTIONS, Namespace, read_command_line, read_environment
 from relax_cli.config.options import namespace, settings_classes
 from relax_cli.config.schema import UNSET, Kind, from_object, from_text, kind_of, merge_options
 from relax_cli.config.suggest import nearest
@@ -69,13 +69,45 @@ def test_command_line_reads_every_kind() -> None:
     }
 
 
-def test_no_form_none_last_one_wins_and_values_with_dashes() -> None:
-    assert read("--fast", "--no-fast", "--rate", "none", "--name=--x", "--steps", "1", "--steps", "2") == {
-        "fast": False,
-        "rate": UNSET,
-        "name": "--x",
-        "steps": (2,),
-    }
+def test_no_form_none_and_values_with_dashes() -> None:
+    assert read("--no-fast", "--rate", "none", "--name=--x") == {"fast": False, "rate": UNSET, "name": "--x"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--rate 1 --rate 2", "--rate: given twice; one of them would have no effect: remove it"),
+        ("--rate 1 --rate 1", "--rate: given twice; one of them would have no effect: remove it"),
+        ("--rate none --rate=2", "--rate: given twice; one of them would have no effect: remove it"),
+        ("--steps 1 2 --steps 3", "--steps: given twice; one of them would have no effect: remove it"),
+        ("--fast --no-fast", "--no-fast: given twice, also as --fast; one of them would have no effect: remove it"),
+        ("--no-fast --fast", "--fast: given twice, also as --no-fast; one of them would have no effect: remove it"),
+        ("--fast --fast", "--fast: given twice; one of them would have no effect: remove it"),
+        ('--extra {"a":1,"b":{"c":1,"c":2}}', "--extra: the key 'c' is given twice in it; remove one"),
+    ],
+)
+def test_an_option_given_twice_is_an_error(words: str, message: str) -> None:
+    assert errors(*words.split()) == [message]
+
+
+def test_the_first_of_two_is_checked_too() -> None:
+    first, second = errors("--rate", "fast", "--rate", "1")
+    assert first == "--rate: expected a number, found 'fast'"
+    assert second.startswith("--rate: given twice")
+
+
+def test_an_argument_of_the_server_given_twice_is_an_error() -> None:
+    layer = read_command_line(
+        ["--sglang-attention-backend", "triton", "--sglang-attention-backend", "fa3"], namespace()
+    )
+    assert layer.errors == ["--sglang-attention-backend: given twice; one of them would have no effect: remove it"]
+
+
+def test_thousands_of_wrong_names_are_errors_without_suggestions_at_once() -> None:
+    words = [f"--rat{i}" for i in range(5000)]
+    found = errors(*words)
+    assert len(found) == 5000
+    assert sum("did you mean" in message for message in found) == MOST_SUGGESTIONS
 
 
 @pytest.mark.parametrize(

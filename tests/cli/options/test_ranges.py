@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from command_words import changed
 from relax_cli.config.options import namespace, settings_classes
 from relax_cli.config.resolution import resolve
 from relax_cli.config.run_config import ConfigError
@@ -68,7 +69,7 @@ BOUNDS = ["eps-clip-high", "tis-clip", "clip-grad"]
 def told(argv: list[str], problem: str) -> int:
     """How often a start with these words is refused with that sentence, whatever else is wrong with it."""
     try:
-        resolve([*GPU_PLAN, *argv], {})
+        resolve(changed(GPU_PLAN, argv), {})
     except ConfigError as error:
         return sum(found.split(" [")[0] == problem for found in error.problems)
     return 0

@@ -18,6 +18,9 @@ options:
   --version    show the version and exit
 """
 
+_MOST_PROBLEMS = 50
+"""Problems of one start that are written out."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `relax ARGV`.
@@ -100,8 +103,10 @@ def train_help() -> str:
 def _report(problems: Sequence[str]) -> None:
     count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
     print(f"relax train: {count}, nothing was started", file=sys.stderr)
-    for problem in problems:
+    for problem in problems[:_MOST_PROBLEMS]:
         print(f"  - {problem}", file=sys.stderr)
+    if len(problems) > _MOST_PROBLEMS:
+        print(f"  ... and {len(problems) - _MOST_PROBLEMS} more", file=sys.stderr)
 
 
 def _doctor(argv: list[str]) -> int:

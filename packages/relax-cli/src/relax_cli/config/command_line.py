@@ -19,6 +19,8 @@ from relax_cli.config.suggest import did_you_mean
 ENVIRONMENT_PREFIX = "RELAX_"
 NOT_OPTIONS = frozenset({"RELAX_CACHE_DIR"})
 """Variables of that prefix that are no options: they belong to the machine, not to a run."""
+MOST_SUGGESTIONS = 20
+"""Names of one source that get suggestions: a file of thousands of wrong names is no file of options."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +39,20 @@ class Layer:
         values: by snake_case name.
         errors: what could not be read.
         failed: names of the options that those errors are about.
+        unknown: how many names there are no options of.
     """
 
     values: dict[str, Given] = dataclasses.field(default_factory=dict)
     errors: list[str] = dataclasses.field(default_factory=list)
     failed: set[str] = dataclasses.field(default_factory=set)
+    unknown: int = 0
+
+    def no_such_option(self, namespace: "Namespace", written: str, spell: Callable[[str], str] = str) -> ValueError:
+        """Count a name that does not exist, and make its error, with the nearest names for the first few of them."""
+        self.unknown += 1
+        if self.unknown > MOST_SUGGESTIONS:
+            return ValueError("no such option")
+        return ValueError(namespace.unknown(written, spell))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,17 +83,18 @@ class Namespace:
 
 
 def read_command_line(words: Sequence[str], namespace: Namespace) -> Layer:
-    """Reads ``--flag value ...``, ``--flag=value``, ``--boolean`` and ``--no-boolean``. The last of several wins.
+    """Read ``--flag value ...``, ``--flag=value``, ``--boolean`` and ``--no-boolean``, each option once.
 
     Every word up to the next one that begins with ``--`` belongs to the flag before it, so ``-1`` and ``-1e-6`` are
     values. A value that begins with ``--`` is written ``--flag=--value``.
     """
     layer = Layer()
+    seen: dict[str, str] = {}
     for written, values in _split(words):
         if written is None:
             layer.errors.append(f"{' '.join(values)}: a value without a flag; flags begin with --")
             continue
-        _read_flag(written, values, namespace, layer)
+        _read_flag(written, values, namespace, layer, seen)
     return layer
 
 
@@ -99,38 +111,42 @@ def _split(words: Sequence[str]) -> list[tuple[str | None, list[str]]]:
     return groups
 
 
-def _read_flag(written: str, words: list[str], namespace: Namespace, layer: Layer) -> None:
+def _read_flag(written: str, words: list[str], namespace: Namespace, layer: Layer, seen: dict[str, str]) -> None:
+    """Read one flag into ``layer``; ``seen`` holds how each option before it is written."""
     name = written.replace("-", "_")
-    value: Any
     where = f"--{written}"
     try:
         if "_" in written or written != written.lower():
-            raise ValueError(namespace.unknown(written, flag))
-        option = namespace.find(name)
+            raise layer.no_such_option(namespace, written, flag)
+        option, positive = namespace.find(name), True
         if option is None and name.startswith("no_"):
-            option = namespace.find(name.removeprefix("no_"))
-            if option is not None and option.kind.base is not bool:
-                name = option.name
-                raise ValueError(f"{option.flag} takes a value, so there is no {where}")
-            value = False
-            name = name.removeprefix("no_")
-        elif option is not None and option.kind.base is bool:
-            unset = option.kind.may_be_unset and words == ["none"]
-            value, words = (UNSET, []) if unset else (True, words)
-        elif option is not None:
-            value = from_text(option.kind, words)
-            words = []
+            option, positive = namespace.find(name.removeprefix("no_")), False
         if option is None:
-            raise ValueError(namespace.unknown(written, flag))
-        if words:
-            raise ValueError(
-                f"takes no value, found {' '.join(words)!r}; write {option.flag} or --no-{option.flag[2:]}"
-            )
+            raise layer.no_such_option(namespace, written, flag)
+        name = option.name
+        if name in seen:
+            also = f", also as {seen[name]}" if seen[name] != where else ""
+            raise ValueError(f"given twice{also}; one of them would have no effect: remove it")
+        seen[name] = where
+        value = _value(option, positive, words)
     except ValueError as error:
         layer.errors.append(f"{where}: {error}")
         layer.failed.add(name)
         return
     layer.values[name] = Given(value, "command line")
+
+
+def _value(option: Option, positive: bool, words: list[str]) -> Any:
+    """The value of the words after a flag, or after its ``--no-`` form when it is not ``positive``."""
+    if option.kind.base is not bool:
+        if not positive:
+            raise ValueError(f"{option.flag} takes a value, so there is no --no-{option.flag[2:]}")
+        return from_text(option.kind, words)
+    if positive and option.kind.may_be_unset and words == ["none"]:
+        return UNSET
+    if words:
+        raise ValueError(f"takes no value, found {' '.join(words)!r}; write {option.flag} or --no-{option.flag[2:]}")
+    return positive
 
 
 def read_environment(environ: Mapping[str, str], namespace: Namespace) -> Layer:
@@ -143,7 +159,7 @@ def read_environment(environ: Mapping[str, str], namespace: Namespace) -> Layer:
         try:
             option = namespace.find(name)
             if option is None or variable != variable.upper():
-                raise ValueError(namespace.unknown(name, lambda n: ENVIRONMENT_PREFIX + n.upper()))
+                raise layer.no_such_option(namespace, name, lambda n: ENVIRONMENT_PREFIX + n.upper())
             text = environ[variable]
             words = shlex.split(text) if option.kind.many else [text]
             layer.values[name] = Given(from_text(option.kind, words), variable)

@@ -14,13 +14,18 @@ from relax_cli.config.schema import from_object
 _PLACEHOLDER = re.compile(r"(\$+)\{config_dir\}")
 _NOT_IN_FILES = ("config",)
 _LARGEST_FILE = 1_000_000
+_LONG_NUMBER = re.compile(r"[0-9_]{1000}")
+_TOML_KEY = re.compile(r"""\s*(?:\[\s*)?(?:"([^"]*)"|'([^']*)'|([A-Za-z0-9_-]+))\s*[=.\]]""")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
+    """One key of a file, its value, its line where that is known, and why the value cannot be read."""
+
     key: str
     value: Any
     line: int | None
+    unreadable: str = ""
 
 
 def read_file(path: Path, namespace: Namespace) -> Layer:
@@ -47,9 +52,11 @@ def read_file(path: Path, namespace: Namespace) -> Layer:
             option = namespace.find(name)
             if option is None:
                 hint = "; the file is flat, options do not stand in tables" if isinstance(entry.value, dict) else ""
-                raise ValueError(namespace.unknown(entry.key) + hint)
+                raise ValueError(str(layer.no_such_option(namespace, entry.key)) + hint)
             if name in _NOT_IN_FILES:
                 raise ValueError("a configuration file cannot name another one")
+            if entry.unreadable:
+                raise ValueError(entry.unreadable)
             value = _expand(entry.value, str(path.resolve().parent))
             if option.owner is None and option.kind.base is str and type(value) in (int, float):
                 value = str(value)  # the server's own parser reads more than its table says
@@ -83,14 +90,17 @@ def _toml_entries(text: str) -> list[_Entry]:
         values = tomllib.loads(text)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
-    lines = text.split("\n")
-
-    def line_of(key: str) -> int | None:
-        name = re.escape(key)
-        pattern = re.compile(rf"""\s*(?:\[\s*)?["']?{name}["']?\s*(?:[=.\]])""")
-        return next((i for i, line in enumerate(lines, 1) if pattern.match(line)), None)
-
-    return [_Entry(key, value, line_of(key)) for key, value in values.items()]
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # Python converts no integer of more than some thousand digits
+        long = next((i for i, line in enumerate(text.split("\n"), 1) if _LONG_NUMBER.search(line)), None)
+        where = f"line {long}: " if long is not None else ""
+        raise ValueError(f"{where}a number has too many digits for any option") from None
+    lines: dict[str, int] = {}
+    for i, line in enumerate(text.split("\n"), 1):
+        if (match := _TOML_KEY.match(line)) is not None:
+            lines.setdefault(match[match.lastindex or 0], i)
+    return [_Entry(key, value, lines.get(key)) for key, value in values.items()]
 
 
 def _yaml_entries(text: str) -> list[_Entry]:
@@ -98,6 +108,9 @@ def _yaml_entries(text: str) -> list[_Entry]:
 
     try:
         return _compose(_yaml_loader()(text))
+    except yaml.reader.ReaderError as error:
+        line = f"line {text.count(chr(10), 0, error.position) + 1}: "
+        raise ValueError(f"{line}unacceptable character #x{error.character:04x}: {error.reason}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark is not None else ""
@@ -123,10 +136,26 @@ def _compose(loader: Any) -> list[_Entry]:
             line = key.start_mark.line + 1
             if not isinstance(name, str):
                 raise ValueError(f"line {line}: the key {name!r} is not a word")
-            entries.append(_Entry(name, loader.construct_object(value, deep=True), line))
+            entries.append(_yaml_entry(loader, name, value, line))
         return entries
     finally:
         loader.dispose()
+
+
+def _yaml_entry(loader: Any, name: str, node: Any, line: int) -> _Entry:
+    import yaml
+
+    try:
+        return _Entry(name, loader.construct_object(node, deep=True), line)
+    except (yaml.YAMLError, RecursionError):
+        raise
+    except Exception as error:  # what PyYAML raises for a value that does not fit its tag: `!!int x`
+        if not isinstance(node, yaml.ScalarNode):
+            return _Entry(name, None, line, f"holds a value that cannot be read ({type(error).__name__}: {error})")
+        tag = node.tag.removeprefix("tag:yaml.org,2002:")
+        length = f" of {len(node.value)} digits" if node.value.isdigit() else ""
+        shown = node.value if len(node.value) <= 80 else f"{node.value[:60]}..."
+        return _Entry(name, None, line, f"{shown!r}{length} cannot be read as !!{tag}")
 
 
 def _yaml_loader() -> type:
@@ -141,6 +170,12 @@ def _yaml_loader() -> type:
                 line = self.peek_event().start_mark.line + 1
                 raise ValueError(f"line {line}: aliases (*name) are not read; write the value itself")
             return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            mapping = super().construct_mapping(node, deep=deep)
+            if len(mapping) < len(node.value):
+                raise yaml.constructor.ConstructorError(None, None, "a key stands twice in this table", node.start_mark)
+            return mapping
 
     number = list("-+0123456789.")
     for tag, pattern, first in (

@@ -14,7 +14,14 @@ from typing import Any
 from relax_cli.checks.validate import placement_problems, problems_of, warnings_of
 from relax_cli.cluster.placement import make_placement
 from relax_cli.config import files, options
-from relax_cli.config.command_line import Given, Layer, Namespace, read_command_line, read_environment
+from relax_cli.config.command_line import (
+    MOST_SUGGESTIONS,
+    Given,
+    Layer,
+    Namespace,
+    read_command_line,
+    read_environment,
+)
 from relax_cli.config.derive import derive, run_name
 from relax_cli.config.run_config import ConfigError, RunConfig
 from relax_cli.config.schema import UNSET
@@ -43,7 +50,8 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Run
         else:
             values["sglang_extra"][name.removeprefix("sglang_")] = item.value
     names = _names_given(given, namespace)
-    meant = {name for wrong in failed for name in nearest(wrong, namespace.options, limit=1)}
+    few = sorted(failed)[:MOST_SUGGESTIONS]
+    meant = {name for wrong in few for name in nearest(wrong, namespace.options, limit=1)}
     missing = [o for o in namespace.options.values() if o.required and o.name not in given]
     for option in missing:
         values[option.name] = ""

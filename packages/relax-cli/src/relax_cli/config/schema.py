@@ -175,11 +175,26 @@ def _scalar_from_text(kind: Kind, word: str) -> Any:
         elif kind.base in (int, float):
             value = kind.base(word)
         elif kind.base is dict:
-            value = json.loads(word)
+            value = json.loads(word, object_pairs_hook=_each_key_once)
+    except _GivenTwiceError:
+        raise
     except (ValueError, KeyError, RecursionError):
         expected = "a JSON object such as '{\"key\": 1}'" if kind.base is dict else kind.noun_of_one
         raise ValueError(f"expected {expected}, found {_shown(word)}") from None
     return _checked(kind, value, word)
+
+
+class _GivenTwiceError(ValueError):
+    """A key stands twice in a JSON object: one of its values would have no effect."""
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _GivenTwiceError(f"the key {_shown(key)} is given twice in it; remove one")
+        found[key] = value
+    return found
 
 
 def from_object(kind: Kind, value: Any) -> Any:

@@ -22,6 +22,8 @@ def test_folders_globs_lists_and_slices(tmp_path):
         FileSlice(a, None, 3),
     ]
     assert resolve_files("hf://owner/name@[5:]") == [FileSlice("hf://owner/name", 5)]
+    assert resolve_files("hf://name?split=test") == [FileSlice("hf://name?split=test")]
+    assert resolve_files([f"{a}@[0:1]", f"{b}@[-3:-2]", f"{a}@[5:-1]"])[1] == FileSlice(b, -3, -2)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,16 @@ def test_bad_names_say_what_to_do(tmp_path):
         (tmp_path / "*.parquet", "no data file matches"),
         (f"{tmp_path}/train.jsonl@[1]", "a slice is written"),
         (f"{tmp_path}/train.jsonl@[0:-]", "a slice is written"),
+        (f"{tmp_path}/train.jsonl@[5:2]", "@.5:2.: the slice holds no row, STOP must lie behind START"),
+        (f"{tmp_path}/train.jsonl@[3:3]", "holds no row"),
+        (f"{tmp_path}/train.jsonl@[-2:-2]", "holds no row"),
+        (f"{tmp_path}/train.jsonl@[:0]", "holds no row"),
+        (f"{tmp_path}/train.jsonl@[-1:0]", "holds no row"),
+        ("hf://", "hf://: write hf://OWNER/NAME"),
+        ("hf://?split=train", "write hf://OWNER/NAME"),
+        ("hf://x?nope=1", "unknown option 'nope=1'; known are config="),
+        ("hf://x?split=", "unknown option 'split='"),
+        ("hf://x?split=a&split=b", "split= is given twice"),
         (f"{tmp_path}/train.jsonl@[{'9' * 5000}:]", "9\\.\\.\\.: a slice is written"),
         (tmp_path / "pipe.jsonl", "pipe.jsonl is no regular file .a pipe, socket or device"),
         ("/dev/null@[0:1]", "/dev/null is no regular file"),

@@ -26,6 +26,11 @@ from relax_rollout.settings import EQUAL_REWARDS_FILTER, SETTINGS, EvalSettings,
         (RolloutSettings(dynamic_sampling_filter_path=EQUAL_REWARDS_FILTER), "--n-samples-per-prompt to 2"),
         (RewardSettings(rm_type="math", custom_rm_path="json:dumps"), "--rm-type and --custom-rm-path exclude"),
         (RewardSettings(rm_url="localhost:8000"), "must start with http://"),
+        (RewardSettings(rm_url="http://[::1"), "--rm-url 'http://[::1' is no address (Invalid IPv6 URL)"),
+        (RewardSettings(rm_url="http://"), "is no address (it needs the name of a host"),
+        (RewardSettings(rm_url="http://a b/score"), "is no address (it needs"),
+        (RewardSettings(rm_url="http://a:65536/score"), "is no address (Port out of range 0-65535)"),
+        (RewardSettings(rm_url="http://a:0"), "is no address (it needs"),
         (RewardSettings(reward_max_concurrency=0), "--reward-max-concurrency must be 1 or more, not 0"),
         (EvalSettings(eval_prompt_data=("aime",)), "takes pairs"),
         (EvalSettings(eval_prompt_data=("a", "x", "a", "y")), "the name 'a' twice"),
@@ -61,6 +66,11 @@ def test_an_option_without_effect_is_an_error_when_the_user_gave_it(settings: Ro
     assert len(problems) == 1
     assert expected in problems[0]
     assert settings.problems() == []
+
+
+@pytest.mark.parametrize("url", ["http://[::1]:65535/x", "https://reward.example/a?b=c", "http://10.0.0.1:1"])
+def test_an_address_of_a_reward_server_is_right(url: str) -> None:
+    assert RewardSettings(rm_url=url).problems() == []
 
 
 def test_all_problems_are_reported_together() -> None:

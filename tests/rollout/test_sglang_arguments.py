@@ -24,6 +24,9 @@ def test_a_known_argument_is_parsed_by_its_type() -> None:
         ("max-running-requests", ["1", "2"], "takes one value, but got 2"),
         ("disable-radix-cache", ["true"], "--sglang-disable-radix-cache takes no value"),
         ("attention-backend", ["tritn"], "must be one of triton"),
+        ("log-level", ["nope"], "--sglang-log-level is nope; it must be one of debug, info, warning, error, critical"),
+        ("log-level-http", ["INFO"], "must be one of trace, debug"),
+        ("preferred-sampling-params", ["{"], "--sglang-preferred-sampling-params takes JSON"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(name: str, words: list[str], message: str) -> None:

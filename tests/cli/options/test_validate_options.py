@@ -71,6 +71,10 @@ def only(argv: list[str]) -> str:
             ["--num-epoch", "2", "--lr-decay-style", "linear"],
             ["--lr-decay-style linear needs an end", "--num-epoch", "--lr-decay-iters"],
         ),
+        (["--ray-address", "10.0.0.1:65536"], ["--ray-address 10.0.0.1:65536: a port lies between 1 and 65535"]),
+        (["--ray-address", "ray://head:0"], ["--ray-address ray://head:0: a port lies between"]),
+        (["--use-wandb", "--wandb-host", "wandb.example"], ["--wandb-host 'wandb.example' is no address"]),
+        (["--sglang-context-length", "7"], ["--sglang-context-length 7 leaves no room", "keeps 6"]),
         (["--sglang-profile-steps", "1"], ["--sglang-profile-steps has no effect without --sglang-profile"]),
         (["--sglang-profile", "--sglang-profile-num-steps", "0"], ["--sglang-profile-num-steps 0"]),
         (

@@ -17,6 +17,7 @@ Annotations that the command line understands: ``bool``, ``int``, ``float``, ``s
 
 import dataclasses
 import math
+import urllib.parse
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -170,6 +171,20 @@ class Settings:
 def flag(field_name: str) -> str:
     """``max_tokens_per_gpu`` -> ``--max-tokens-per-gpu``."""
     return "--" + field_name.replace("_", "-")
+
+
+def url_problem(field_name: str, url: str) -> str | None:
+    """What is wrong with the address of an HTTP server; None when nothing is that can be seen without asking it."""
+    example = "write for example http://127.0.0.1:8000/score"
+    if not url.startswith(("http://", "https://")):
+        return f"{flag(field_name)} {url!r} is no address; it must start with http:// or https://, {example}"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        if not parts.hostname or any(c.isspace() for c in url) or parts.port == 0:
+            raise ValueError("it needs the name of a host, no blanks, and a port from 1 to 65535")
+    except ValueError as error:  # an IPv6 address without its bracket, a port that is none
+        return f"{flag(field_name)} {url!r} is no address ({error}); {example}"
+    return None
 
 
 def given_flags(names: Sequence[str]) -> str:

@@ -9,6 +9,9 @@ from relax_profiling.recorders.windows import LaunchOffset, RolloutId, StepWindo
 Activity = Literal["CPU", "GPU", "MEM", "RPD"]
 Target = Literal["train_overall", "train_actor", "train_log_probs"]
 
+LONGEST_SUFFIX = 150
+"""Bytes of the end of a file name: the whole name may have 255, and time and ranks stand before it."""
+
 
 def _option(default: Any, help: str, metavar: str | None = None) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, "metavar": metavar})
@@ -143,6 +146,11 @@ class MemoryProfileSettings:
             found.append(
                 f"--memory-snapshot-path {name!r} is the end of a file name, without a folder; "
                 "use --memory-snapshot-dir for the folder"
+            )
+        elif len(name.encode(errors="replace")) > LONGEST_SUFFIX:
+            found.append(
+                f"--memory-snapshot-path has {len(name.encode(errors='replace'))} bytes: it is the end of a file name, "
+                f"of at most {LONGEST_SUFFIX} bytes"
             )
         if self.record_memory_history and self.memory_recorder == "memray" and not has_memray():
             found.append("--memory-recorder memray needs the package memray: pip install memray")

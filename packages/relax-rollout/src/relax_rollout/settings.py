@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from relax_data.options import LARGEST_COEFFICIENT, LARGEST_COUNT, Settings, flag, option
+from relax_data.options import LARGEST_COEFFICIENT, LARGEST_COUNT, Settings, flag, option, url_problem
 
 from relax_rollout.engines.sglang.settings import SGLangSettings
 from relax_rollout.hooks import hook_problem
@@ -168,8 +168,8 @@ class RewardSettings(Settings):
         if self.custom_rm_path is not None:
             problem = hook_problem("--custom-rm-path", self.custom_rm_path)
             problems += [problem] if problem else []
-        if self.rm_url is not None and not self.rm_url.startswith(("http://", "https://")):
-            problems.append(f"--rm-url {self.rm_url!r} is no address; it must start with http:// or https://")
+        if self.rm_url is not None and (problem := url_problem("rm_url", self.rm_url)) is not None:
+            problems.append(problem)
         if self.custom_rm_path is None and self.rm_url is None:
             for name in ("reward_key", "group_rm"):
                 if name in given and getattr(self, name):

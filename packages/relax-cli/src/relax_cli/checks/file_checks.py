@@ -3,12 +3,15 @@
 import contextlib
 import dataclasses
 import os
+import re
 from pathlib import Path
 
+from relax_data.errors import DataError
 from relax_data.options import flag
+from relax_data.readers.files import resolve_files
 from relax_train.checkpoint import manifest
 from relax_train.checkpoint.folders import CheckpointError
-from relax_train.settings.checkpoint import LATEST
+from relax_train.settings.checkpoint import LATEST, ROLLOUT_ID
 from relax_train.settings.model import read_hf_config
 
 from relax_cli.checks.model_facts import ModelFacts
@@ -16,14 +19,28 @@ from relax_cli.checks.weight_files import weight_problems
 from relax_cli.cluster.placement import SIZES
 from relax_cli.config.derive import PATHS
 from relax_cli.config.run_config import RunConfig
+from relax_cli.config.settings import LONGEST_NAME
 from relax_cli.run import folder as run_folder
 
 Problems = list[str]
 
+_WRITTEN = (
+    "save",
+    "save_hf",
+    "save_debug_rollout_data",
+    "sglang_profile_output_dir",
+    "memory_snapshot_dir",
+    "wandb_dir",
+)
+_FIELD = re.compile(r"\{rollout_id:?(0?[1-9]?[0-9]?d?)\}")
+_LONGEST_PATH = 3800
+"""Bytes of a path: Linux takes 4,095, and the names of what is in a checkpoint stand behind it."""
+
 
 def file_problems(config: RunConfig) -> Problems:
     """What is wrong with files that are there; what is missing, only a start needs (:func:`file_needs`)."""
-    return [*_home_problems(config), *_weight_problems(config), *_resume_problems(config)]
+    found = [*_home_problems(config), *_name_problems(config), *_overwriting_problems(config)]
+    return [*found, *_weight_problems(config), *_resume_problems(config)]
 
 
 def file_needs(config: RunConfig) -> Problems:
@@ -83,6 +100,72 @@ def _home_problems(config: RunConfig) -> Problems:
         for name in PATHS
         if str(values[name]).startswith("~")
     ]
+
+
+def _written(config: RunConfig) -> dict[str, str]:
+    """The paths that the run writes to, by option."""
+    values = {f.name: getattr(part, f.name) for part in config.parts() for f in dataclasses.fields(part)}
+    return {name: values[name] for name in _WRITTEN if values[name]}
+
+
+def _name_problems(config: RunConfig) -> Problems:
+    """Names that no file system takes: they would end the run when it first writes, after hours perhaps."""
+    found = []
+    for name, path in _written(config).items():
+        # The largest rollout id, and the ending that a file has until it is whole.
+        full = os.fsencode(path.replace(ROLLOUT_ID, "9" * 10))
+        longest = max((len(part) + len(b".tmp") for part in full.split(b"/")), default=0)
+        if longest > LONGEST_NAME or len(full) > _LONGEST_PATH:
+            found.append(
+                f"{flag(name)} {path[:60]}...: a name in it is too long: a file system takes at most {LONGEST_NAME} "
+                f"bytes a name (4 of them for an ending) and {_LONGEST_PATH} a path; choose a shorter one"
+            )
+    return found
+
+
+def _overwriting_problems(config: RunConfig) -> Problems:
+    """What the run needs and would itself replace: each export and checkpoint replaces a folder of its name."""
+    checkpoint, model, debug = config.train.checkpoint, config.train.model, config.debug
+    templates = {"save_hf": checkpoint.save_hf, "save_debug_rollout_data": debug.save_debug_rollout_data}
+    templates["save"] = os.path.join(checkpoint.save, f"rollout_{ROLLOUT_ID}") if checkpoint.save else None
+    needed = [("--hf-checkpoint", model.hf_checkpoint), ("--ref-load", model.ref_load), ("--save", checkpoint.save)]
+    needed += [("--load", checkpoint.load), ("the run directory", str(config.run_dir))]
+    for data in (*config.data.prompt_data, *config.eval.eval_prompt_data[1::2]):
+        with contextlib.suppress(DataError, OSError):  # that is said elsewhere
+            needed += [("prompts", file.path) for file in resolve_files(data) if not file.is_hub]
+    found = []
+    for name, template in templates.items():
+        for what, path in needed:
+            rollout = _replaced_by(template, path) if template and path else None
+            if rollout is not None and _is_rollout_of(config, rollout):
+                found.append(
+                    f"{flag(name)} {template}: rollout {rollout} would replace {path} ({what}), which the run needs; "
+                    "choose another path"
+                )
+    return found
+
+
+def _replaced_by(template: str, path: str) -> int | None:
+    """The rollout whose file or folder by ``template`` is ``path`` or holds it; None when none is."""
+    template = os.path.realpath(template)
+    pattern = re.compile("([0-9]{1,10})".join(map(re.escape, _FIELD.split(template)[::2])))
+    target = Path(os.path.realpath(path))
+    for folder in map(str, (target, *target.parents)):
+        match = pattern.fullmatch(folder)
+        if match is not None and pattern.groups:
+            rollout = int(match[1])
+            if _of_rollout(template, rollout) == folder:
+                return rollout
+    return None
+
+
+def _of_rollout(template: str, rollout: int) -> str:
+    return _FIELD.sub(lambda field: format(rollout, field[1]), template)
+
+
+def _is_rollout_of(config: RunConfig, rollout: int) -> bool:
+    first, length = config.train.checkpoint.start_rollout_id or 0, config.run.num_rollout
+    return first <= rollout and (length is None or rollout < length)
 
 
 def _weight_problems(config: RunConfig) -> Problems:

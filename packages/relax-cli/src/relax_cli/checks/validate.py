@@ -9,7 +9,7 @@ from relax_data.readers.files import resolve_files
 from relax_train.settings.model import MODEL_TYPES, read_hf_config
 
 from relax_cli.checks.file_checks import file_needs, file_problems
-from relax_cli.checks.lengths import micro_batch_tokens
+from relax_cli.checks.lengths import ENGINE_MARGIN, micro_batch_tokens
 from relax_cli.checks.model_facts import ModelFacts
 from relax_cli.cluster.placement import SIZES, local_gpus
 from relax_cli.config.run_config import RunConfig
@@ -200,6 +200,12 @@ def _length_problems(config: RunConfig) -> Problems:
         longest, why = response + prompt, f"--rollout-max-response-len {response} + --rollout-max-prompt-len {prompt}"
     if limit is not None and (prompt is None or limit < longest):
         longest, why = limit, f"--rollout-max-context-len {limit}"
+    by_hand = str(config.sglang.sglang_extra.get("context_length", ""))
+    if by_hand.isdigit() and int(by_hand) < ENGINE_MARGIN + 2:
+        found.append(
+            f"--sglang-context-length {by_hand} leaves no room for a prompt and a response of one token each: SGLang "
+            f"keeps {ENGINE_MARGIN} of them for itself; raise it, or leave it out"
+        )
     cp = config.train.parallel.context_parallel_size
     for name, holds in micro_batch_tokens(config).items():
         if holds < longest and (name == "max_tokens_per_gpu" or name in config.given):

@@ -2,9 +2,11 @@
 
 import dataclasses
 import importlib.util
+import re
+import string
 from typing import ClassVar, Literal
 
-from relax_data.options import LARGEST_COUNT, Settings, flag, given_flags, option
+from relax_data.options import LARGEST_COUNT, Settings, flag, given_flags, option, url_problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,9 @@ class ClusterSettings(Settings):
                 "--rollout-num-gpus has no effect with --colocate, where the engines use all GPUs that train: "
                 "remove it, or add --fully-async"
             )
+        port = re.search(r":([0-9]+)$", self.ray_address or "")
+        if port is not None and not 1 <= int(port[1]) <= 65535:
+            found.append(f"--ray-address {self.ray_address}: a port lies between 1 and 65535, not {port[1]}")
         on_node = self.actor_num_gpus_per_node
         if on_node is not None and on_node > self.num_gpus_per_node >= 1:
             found.append(
@@ -109,6 +114,8 @@ class RunSettings(Settings):
         return found
 
 
+LONGEST_NAME = 255
+"""Bytes of a file or folder name, in UTF-8, that the usual file systems take."""
 _WANDB = ("wandb_project", "wandb_team", "wandb_group", "wandb_mode", "wandb_host", "wandb_dir", "wandb_run_id")
 
 
@@ -136,6 +143,13 @@ class LoggingSettings(Settings):
         name = self.tb_experiment_name
         if name is not None and (not name.strip() or name in (".", "..") or any(c in name for c in "/\\\0\n")):
             found.append(f"--tb-experiment-name {name!r} must be a folder name without slashes")
+        elif name is not None and len(name.encode()) > LONGEST_NAME:
+            found.append(
+                f"--tb-experiment-name has {len(name.encode())} bytes: it names folders, which have names of at most "
+                f"{LONGEST_NAME} bytes; choose a shorter one"
+            )
+        if self.wandb_host is not None and (problem := url_problem("wandb_host", self.wandb_host)) is not None:
+            found.append(problem)
         idle = [n for n in _WANDB if n in given and getattr(self, n) is not None]
         if idle and not self.use_wandb:
             found.append(f"{given_flags(idle)} without effect: add --use-wandb, or remove it")
@@ -173,19 +187,24 @@ class DebugSettings(Settings):
             found.append("--save-debug-rollout-data has no effect with --debug-train-only, where nothing is generated")
         for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
             path = getattr(self, name)
-            if path is None:
-                continue
-            try:
-                distinct = path.format(rollout_id=0) != path.format(rollout_id=1)
-            except (KeyError, IndexError, ValueError) as error:
-                found.append(f"{flag(name)} {path!r} is no path with {{rollout_id}}: {error!r}")
-                continue
-            if not distinct:
-                found.append(
-                    f"{flag(name)} {path!r} must hold {{rollout_id}}, so that each rollout has a file of its own: "
-                    "for example samples_{rollout_id}.pkl"
-                )
+            if path is not None and (problem := _template_problem(path)) is not None:
+                found.append(f"{flag(name)} {path!r} {problem}; write for example samples_{{rollout_id}}.jsonl")
         return found
+
+
+_WIDTH = re.compile(r"(?:0?[1-9][0-9]?)?d?")
+
+
+def _template_problem(path: str) -> str | None:
+    """Why ``path`` is no path with ``{rollout_id}`` or, with leading zeros, ``{rollout_id:04d}``; None when it is."""
+    try:
+        fields = [part[1:] for part in string.Formatter().parse(path) if part[1] is not None]
+    except ValueError as error:
+        return f"is no path with {{rollout_id}}: {error}"
+    for name, width, conversion in fields:
+        if name != "rollout_id" or conversion or not _WIDTH.fullmatch(width or ""):
+            return "may hold {rollout_id} or {rollout_id:04d} in braces, and nothing else"
+    return None if fields else "must hold {rollout_id}, so that each rollout has a file of its own"
 
 
 SETTINGS: tuple[type, ...] = (RunSettings, ClusterSettings, LoggingSettings, DebugSettings)

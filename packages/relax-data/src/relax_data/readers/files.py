@@ -13,6 +13,8 @@ from relax_data.errors import DataError
 SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst", ".parquet")
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>(-?[0-9]{1,18})?):(?P<stop>(-?[0-9]{1,18})?)\]$")
 _HUB = "hf://"
+_HUB_ADDRESS = re.compile(r"^hf://(?P<name>[^?]+)(\?(?P<options>.*))?$")
+_HUB_OPTIONS = ("config", "split", "revision")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +44,9 @@ def resolve_files(specs: str | Iterable[str]) -> list[FileSlice]:
     """Expands files, folders, globs and slices, in the order given; folders and globs are sorted by name.
 
     Raises:
-        DataError: a file is missing, empty or of an unknown kind, a folder or a glob holds no data file, a slice is
-            written wrong or stands behind several files, or the same file and slice is named twice.
+        DataError: a file is missing, empty or of an unknown kind, a folder or a glob holds no data file, an address
+            of the hub or a slice is written wrong, a slice holds no row or stands behind several files, or the same
+            file and slice is named twice.
     """
     found: list[FileSlice] = []
     for spec in [specs] if isinstance(specs, str) else list(specs):
@@ -61,6 +64,7 @@ def _expand(spec: str) -> Iterator[FileSlice]:
     if not path:
         raise DataError("an empty path: is a shell variable in it not set?")
     if path.startswith(_HUB):
+        split_hub_address(path)
         yield FileSlice(path, start, stop)
         return
     try:
@@ -84,7 +88,30 @@ def _split_slice(spec: str) -> tuple[str, int | None, int | None]:
             raise DataError(f"{shown}: a slice is written FILE@[START:STOP], with numbers of rows")
         return spec, None, None
     start, stop = (int(x) if x else None for x in (match["start"], match["stop"]))
+    if stop == 0 or (start is not None and stop is not None and start >= stop and (start < 0) == (stop < 0)):
+        raise DataError(f"{spec[:200]}: the slice holds no row, STOP must lie behind START")
     return match["path"], start, stop
+
+
+def split_hub_address(address: str) -> tuple[str, dict[str, str]]:
+    """The name of the dataset in ``hf://OWNER/NAME?config=C&split=S&revision=R``, and its options.
+
+    Raises:
+        DataError: it is written wrong, or has an option that does not exist or stands twice.
+    """
+    match = _HUB_ADDRESS.match(address)
+    if match is None:
+        raise DataError(f"{address}: write hf://OWNER/NAME, with ?config=C&split=S where it has several")
+    options: dict[str, str] = {}
+    for part in (match["options"] or "").split("&"):
+        key, _, value = part.partition("=")
+        if part and (key not in _HUB_OPTIONS or not value):
+            raise DataError(f"{address}: unknown option {part!r}; known are config=, split= and revision=")
+        if key in options:
+            raise DataError(f"{address}: {key}= is given twice; remove one")
+        if part:
+            options[key] = value
+    return match["name"], options
 
 
 def _paths(text: str) -> list[Path]:

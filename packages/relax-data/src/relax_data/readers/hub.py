@@ -1,6 +1,5 @@
 """Rows of a Hugging Face dataset, through the ``datasets`` library and its memory-mapped Arrow cache."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,10 +7,9 @@ import numpy as np
 
 from relax_data.errors import DataError
 from relax_data.readers.base import Row
+from relax_data.readers.files import split_hub_address
 
-_ADDRESS = re.compile(r"^hf://(?P<name>[^?]+)(\?(?P<options>.*))?$")
 _UNIT_ROWS = 64
-_OPTIONS = ("config", "split", "revision")
 
 
 class HubRows:
@@ -23,7 +21,7 @@ class HubRows:
 
     def __init__(self, address: str):
         self.name = address
-        name, options = _parsed(address)
+        name, options = split_hub_address(address)
         try:
             import datasets
         except ImportError:
@@ -57,17 +55,3 @@ class _HubBlock:
 
     def rows(self, offsets: Sequence[int]) -> list[Row | DataError | None]:
         return self._table.take(list(offsets)).to_pylist() if len(offsets) else []
-
-
-def _parsed(address: str) -> tuple[str, dict[str, str]]:
-    match = _ADDRESS.match(address)
-    if match is None:
-        raise DataError(f"{address}: write hf://OWNER/NAME, with ?config=C&split=S where it has several")
-    options: dict[str, str] = {}
-    for part in (match["options"] or "").split("&"):
-        key, _, value = part.partition("=")
-        if part and (key not in _OPTIONS or not value):
-            raise DataError(f"{address}: unknown option {part!r}; known are config=, split= and revision=")
-        if part:
-            options[key] = value
-    return match["name"], options

@@ -14,7 +14,7 @@ import difflib
 import functools
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,6 +53,7 @@ OWNED: Mapping[str, str] = MappingProxyType(
         "stream-output": _CLIENT,
         "stream-interval": _CLIENT,
         "tokenizer-worker-num": "one worker must see every weight version",
+        "json-model-override-args": "the trainer would not know of it; change config.json in --hf-checkpoint",
         "config": "put SGLang's options into the run's own --config file, as sglang-<name>",
         "mem-fraction-static": "it has its own setting, sglang_mem_fraction_static",
         "api-key": _SECRET,
@@ -73,13 +74,18 @@ OWNED: Mapping[str, str] = MappingProxyType(
 """Arguments that the system sets itself, each with the reason and what to use instead."""
 
 
+_LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+_CHOICES = {"log-level": _LOG_LEVELS, "log-level-http": ("trace", *_LOG_LEVELS)}
+"""Values that the server takes, and its parser does not know: a wrong one ends it once it has started."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ServerArgument:
     """One argument of SGLang's server.
 
     Attributes:
         name: without the leading dashes, in kebab-case.
-        kind: type of a value: ``int``, ``float`` or ``str``; ``flag`` takes no value.
+        kind: type of a value: ``int``, ``float``, ``str`` or ``json`` (text that holds JSON); ``flag`` takes no value.
         many: takes one or more values.
         choices: the only values it takes, or empty.
         alias_of: the main name when this is another spelling.
@@ -134,15 +140,29 @@ class ServerArgument:
 
     def _convert(self, word: str) -> Any:
         try:
-            value = {"int": int, "float": float, "str": str}[self.kind](word)
-        except ValueError:
+            value = _CONVERTERS[self.kind](word)
+        except (ValueError, RecursionError):
             raise ValueError(f"{self.flag} takes {_KINDS[self.kind]}, not {word!r}") from None
         if self.choices and value not in self.choices:
             raise ValueError(f"{self.flag} is {word}; it must be one of {', '.join(map(str, self.choices))}")
         return value
 
 
-_KINDS = {"int": "an integer", "float": "a number", "str": "a word", "flag": "no value"}
+def _json_text(word: str) -> str:
+    json.loads(word)
+    return word
+
+
+_CONVERTERS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
+    {"int": int, "float": float, "str": str, "json": _json_text}
+)
+_KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a word",
+    "json": "JSON, for example '{\"key\": 1}'",
+    "flag": "no value",
+}
 
 
 @functools.cache
@@ -155,7 +175,7 @@ def server_arguments() -> Mapping[str, ServerArgument]:
                 name,
                 row.get("kind", "str"),
                 row.get("many", False),
-                tuple(row.get("choices", ())),
+                tuple(row.get("choices", _CHOICES.get(name, ()))),
                 row.get("alias_of"),
             )
             for name, row in table.items()
@@ -243,6 +263,8 @@ def _rows(actions: Iterable[argparse.Action]) -> dict[str, dict[str, Any]]:
             row["kind"] = "flag"
         elif action.type in (int, float):
             row["kind"] = action.type.__name__  # type: ignore[union-attr]
+        elif action.type is json.loads:
+            row["kind"] = "json"
         if action.nargs in ("+", "*") or (isinstance(action.nargs, int) and action.nargs > 1):
             row["many"] = True
         if action.choices is not None:

@@ -160,10 +160,10 @@ class SGLangEngine:
             await asyncio.sleep(_PUSH_POLL_S)
 
     async def _collect_stream(self, body: dict[str, Any], builder: ResponseBuilder) -> None:
-        async with self._transport.stream("/generate", body, timeout_s=self._generate_timeout_s) as response:
-            if response.status_code != 200:
-                read_answer(response.status_code, await response.aread(), self._name)
-            async for line in response.aiter_lines():
+        async with self._transport.stream("/generate", body, timeout_s=self._generate_timeout_s) as answer:
+            if answer.status != 200:
+                read_answer(answer.status, await answer.read(), self._name)
+            async for line in answer.lines():
                 data = line.removeprefix("data: ").strip()
                 if not data or data == "[DONE]":
                     continue

@@ -93,25 +93,37 @@ class Transport:
                     headers={"content-type": "application/json"} if content is not None else None,
                     timeout=self._timeout(timeout_s),
                 )
-            except httpx.TransportError as error:
+            except Exception as error:
                 again = retry or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                 await self._judge(error, path, timeout_s, last=not again or attempt + 1 == _ATTEMPTS)
         raise AssertionError("the last attempt returns or raises")
 
     @contextlib.asynccontextmanager
-    async def stream(self, path: str, body: Any, *, timeout_s: float) -> AsyncIterator[httpx.Response]:
-        """One streamed POST, with the errors of :meth:`call`; not sent again."""
+    async def stream(self, path: str, body: Any, *, timeout_s: float) -> AsyncIterator["StreamedAnswer"]:
+        """One streamed POST, with the errors of :meth:`call`, also while it is read; not sent again."""
+        async with contextlib.AsyncExitStack() as stack:
+            opening = self.http().stream("POST", path, json=body, timeout=self._timeout(timeout_s))
+            async with self._listening(path, timeout_s):
+                response = await stack.enter_async_context(opening)
+            yield StreamedAnswer(response, lambda: self._listening(path, timeout_s))
+
+    @contextlib.asynccontextmanager
+    async def _listening(self, path: str, timeout_s: float) -> AsyncIterator[None]:
+        """Judges what comes out of waiting for the server and is no answer."""
         try:
-            async with self.http().stream("POST", path, json=body, timeout=self._timeout(timeout_s)) as response:
-                yield response
-        except httpx.TransportError as error:
+            yield
+        except Exception as error:
             await self._judge(error, path, timeout_s, last=True)
 
     def _timeout(self, timeout_s: float) -> httpx.Timeout:
         return httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S), pool=None)
 
-    async def _judge(self, error: httpx.TransportError, path: str, timeout_s: float, *, last: bool) -> None:
-        """Raises what a lost connection means; returns when the request should be sent again."""
+    async def _judge(self, error: Exception, path: str, timeout_s: float, *, last: bool) -> None:
+        """Raises what a lost connection means; returns when the request should be sent again.
+
+        Whatever comes out of a request and is no answer is a lost connection, not only the errors that httpx knows: a
+        socket that the other side resets while it is being set up comes as an AttributeError of the layers below.
+        """
         if (died := await self.verdict()) is not None:
             raise died from error
         if isinstance(error, httpx.ReadTimeout):
@@ -127,7 +139,7 @@ class Transport:
         return EngineDied(f"{self.name} ({self.url}) is gone. {last_words(self.log_path)}")
 
     async def probe(self) -> dict[str, Any] | None:
-        """``/model_info`` of the server; None when it did not answer in a few seconds.
+        """``/model_info`` of the server; None when it did not answer in a few seconds, or the connection was lost.
 
         Raises:
             httpx.ConnectError: nothing listens there.
@@ -137,7 +149,7 @@ class Transport:
             return response.json() if response.status_code == 200 else None
         except httpx.ConnectError:
             raise
-        except (httpx.TransportError, ValueError):
+        except Exception:
             return None
 
     async def verdict(self) -> EngineDied | None:
@@ -155,3 +167,36 @@ class Transport:
                     return self.died()
             await asyncio.sleep(0.3)
         return None
+
+
+class StreamedAnswer:
+    """The answer to a streamed request: its status, then its body in one piece or line by line."""
+
+    def __init__(
+        self, response: httpx.Response, listening: Callable[[], contextlib.AbstractAsyncContextManager[None]]
+    ) -> None:
+        """Takes an answer whose headers have come.
+
+        Args:
+            response: the open response.
+            listening: surrounds each wait for the server and judges what goes wrong there.
+        """
+        self.status = response.status_code
+        self._response, self._listening = response, listening
+
+    async def read(self) -> bytes:
+        """The whole body; errors of :meth:`Transport.call`."""
+        async with self._listening():
+            return await self._response.aread()
+        raise AssertionError("a failed read raises")
+
+    async def lines(self) -> AsyncIterator[str]:
+        """Its lines as they come; errors of :meth:`Transport.call`."""
+        lines = self._response.aiter_lines()
+        while True:
+            line: str | None = None
+            async with self._listening():
+                line = await anext(lines, None)
+            if line is None:
+                return
+            yield line

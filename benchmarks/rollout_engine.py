@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relax_rollout.engines.base import GenerateRequest, SamplingParams
+from relax_data.weights import Bucket
+from relax_rollout.engines.base import EngineAddress, GenerateRequest, SamplingParams
 from relax_rollout.engines.sglang.client import SGLangEngine
 from relax_rollout.engines.sglang.server import SGLangServer
 from relax_rollout.engines.sglang.settings import SGLangSettings
-from relax_rollout.weight_sync.push import Bucket, push_weights
+from relax_rollout.weight_sync.transports import make_transport
 
 BUCKET_BYTES = 512 << 20
 REPEATS = 5
@@ -26,17 +27,17 @@ REPEATS = 5
 
 def buckets(model: Any) -> Iterator[Bucket]:
     """All tensors of a transformers model in buckets of at most ``BUCKET_BYTES``."""
-    bucket: Bucket = []
+    tensors: list[tuple[str, Any]] = []
     size = 0
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if bucket and size + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
+        if tensors and size + tensor.nbytes > BUCKET_BYTES:
+            yield Bucket.of(tensors)
+            tensors, size = [], 0
+        tensors.append((name, tensor))
         size += tensor.nbytes
-    yield bucket
+    yield Bucket.of(tensors)
 
 
 async def generation(engine: SGLangEngine, batch: int, new_tokens: int) -> float:
@@ -50,17 +51,20 @@ async def generation(engine: SGLangEngine, batch: int, new_tokens: int) -> float
     return sum(len(r.tokens) for r in results) / (time.perf_counter() - begin)
 
 
-async def measure(engine: SGLangEngine, model: Any, batches: list[int], new_tokens: int) -> None:
+async def measure(engine: SGLangEngine, model: Any, device: str, batches: list[int], new_tokens: int) -> None:
     for batch in batches:
         await generation(engine, batch, 8)
         rates = [await generation(engine, batch, new_tokens) for _ in range(3)]
         print(
             f"batch {batch:4d}: {statistics.median(rates):8.0f} tokens/s (of 3: {min(rates):.0f} to {max(rates):.0f})"
         )
+    address = EngineAddress(engine.name, engine.url)
+    transport = make_transport([address], rank=0, world_size=1, device=device, gpus_per_engine=1)
     times = []
     for version in range(1, REPEATS + 1):
         begin = time.perf_counter()
-        report = await push_weights(engine, buckets(model), version)
+        # It is called by the trainer, which has no event loop.
+        report = await asyncio.to_thread(transport.push, buckets(model), version)
         times.append(time.perf_counter() - begin)
     spread = f"of {REPEATS}: {min(times) * 1e3:.0f} to {max(times) * 1e3:.0f}"
     size = f"{report.bytes / 2**20:.1f} MiB in {report.buckets} bucket(s)"
@@ -94,7 +98,7 @@ def main() -> None:
         print(f"healthy after {time.perf_counter() - begin:.0f} s; log in {log}")
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device)
         engine = SGLangEngine(server.url, name="engine0", log_path=log, alive=server.alive)
-        asyncio.run(measure(engine, model, options.batches, options.new_tokens))
+        asyncio.run(measure(engine, model, options.device, options.batches, options.new_tokens))
     finally:
         server.stop()
 

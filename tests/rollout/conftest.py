@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from relax_data.types import Prompt
-from relax_rollout.engines.base import EngineDied, GenerateRequest, GenerateResult, MemoryTag, PauseMode
+from relax_data.weights import Bucket
+from relax_rollout.engines.base import EngineDied, GenerateRequest, GenerateResult, IpcHandle, MemoryTag, PauseMode
 from relax_rollout.rewards import build_reward
 from relax_rollout.settings import RewardSettings
 
@@ -104,6 +105,19 @@ class TransformersEngine:
 
     async def weight_version(self) -> int:
         return self.version
+
+    async def begin_update(self, version: int, mode: PauseMode = "abort") -> None:
+        await self.pause(mode)
+
+    async def load(self, bucket: Bucket, handles: Sequence[IpcHandle] | None = None) -> None:
+        self._model.load_state_dict(dict(bucket.items()), strict=False)
+
+    async def end_update(self, version: int, *, whole: bool = True) -> None:
+        assert whole, "a push to this engine failed"
+        self.version = version
+
+    async def close(self) -> None:
+        pass
 
     async def release_memory(self, tags: Sequence[MemoryTag] = ("kv_cache", "weights")) -> None:
         pass

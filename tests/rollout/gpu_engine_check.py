@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from relax_rollout.engines.base import GenerateRequest, SamplingParams
+from relax_data.weights import Bucket
+from relax_rollout.engines.base import EngineAddress, GenerateRequest, SamplingParams, updating
 from relax_rollout.engines.sglang import gpu
 from relax_rollout.engines.sglang.client import SGLangEngine
 from relax_rollout.engines.sglang.server import SGLangServer
 from relax_rollout.engines.sglang.settings import SGLangSettings
-from relax_rollout.weight_sync.push import LOAD_FORMAT, Bucket, FlatBucket, push_weights
+from relax_rollout.weight_sync.ipc import share
+from relax_rollout.weight_sync.transports import make_transport
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -62,25 +64,25 @@ def make_model(folder: Path) -> Path:
 
 
 def buckets(model: Any, limit: int = 512 << 20) -> Iterator[Bucket]:
-    bucket: Bucket = []
+    tensors: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if bucket and size + tensor.nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
+        if tensors and size + tensor.nbytes > limit:
+            yield Bucket.of(tensors)
+            tensors, size = [], 0
+        tensors.append((name, tensor))
         size += tensor.nbytes
-    yield bucket
+    yield Bucket.of(tensors)
 
 
 async def push_to_ranks(engine: SGLangEngine, model: Any, version: int, tp: int) -> None:
     """What several trainer ranks do together, done by one process with a copy of the bucket on each GPU."""
-    async with engine.pushing(version):
+    async with updating(engine, version):
         for bucket in buckets(model):
-            copies = [FlatBucket.of([(n, t.to(f"cuda:{i}")) for n, t in bucket]) for i in range(tp)]
-            await engine.update_weights_from_tensors([c.serialize() for c in copies], load_format=LOAD_FORMAT)
+            copies = [bucket.flat.to(f"cuda:{i}") for i in range(tp)]
+            await engine.load(bucket, [share(copy) for copy in copies])
             del copies
 
 
@@ -139,7 +141,10 @@ class Check:
     async def push(self, version: int) -> float:
         begin = time.perf_counter()
         if self.tp == 1:
-            await push_weights(self.engine, buckets(self.model), version)
+            address = EngineAddress(self.engine.name, self.engine.url)
+            transport = make_transport([address], rank=0, world_size=1, device="cuda", gpus_per_engine=1)
+            # It is called by the trainer, which has no event loop.
+            await asyncio.to_thread(transport.push, buckets(self.model), version)
         else:
             await push_to_ranks(self.engine, self.model, version, self.tp)
         return time.perf_counter() - begin

@@ -299,7 +299,7 @@ class Harness:
         """All weights under their Hugging Face names."""
         from relax_train.models.export import weight_buckets
 
-        return {n: t.clone().cpu() for bucket in weight_buckets(self.model, max_bytes) for n, t in bucket}
+        return {n: t.clone().cpu() for bucket in weight_buckets(self.model, max_bytes) for n, t in bucket.items()}
 
 
 @pytest.fixture(scope="session")

@@ -228,7 +228,7 @@ class Big:
     def weights(self) -> dict[str, torch.Tensor]:
         from relax_train.models.export import weight_buckets
 
-        return {n: t.cpu() for bucket in weight_buckets(self.model, 512 << 20) for n, t in bucket}
+        return {n: t.cpu() for bucket in weight_buckets(self.model, 512 << 20) for n, t in bucket.items()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

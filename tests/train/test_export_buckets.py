@@ -20,17 +20,17 @@ def _buckets(harness: Any, reference: Any, parallel: dict[str, Any]) -> Any:
     run = harness(reference.folder, parallel)
     sizes, alive, most, tensors = [], [], 0, {}
     for bucket in weight_buckets(run.model, LIMIT):
-        flat = bucket[0][1]._base
-        assert flat is not None
-        assert all(tensor._base is flat for _, tensor in bucket)
+        flat = bucket.flat
+        assert all(tensor._base is flat for _, tensor in bucket.items())
+        assert bucket.dtype == str(flat.dtype).removeprefix("torch.")
         alive.append(weakref.ref(flat))
         most = max(most, sum(reference() is not None for reference in alive))
-        sizes.append([(name, tensor.numel() * tensor.element_size()) for name, tensor in bucket])
-        tensors.update({name: tensor.clone() for name, tensor in bucket})
+        sizes.append([(name, tensor.numel() * tensor.element_size()) for name, tensor in bucket.items()])
+        tensors.update({name: tensor.clone() for name, tensor in bucket.items()})
         del flat
     # The ranks tell each other once what there is; a push after that exchanges weights alone.
     with mock.patch("torch.distributed.all_gather_object", side_effect=AssertionError("asked again")):
-        again = [name for bucket in weight_buckets(run.model, 1 << 30) for name, _ in bucket]
+        again = [name for bucket in weight_buckets(run.model, 1 << 30) for name in bucket.names]
     return sizes, most, tensors, again
 
 

@@ -56,7 +56,7 @@ def make_trainer(
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    return {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket}
+    return {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket.items()}
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -82,7 +82,7 @@ def run_trainer(settings: s.TrainSettings) -> Trace:
     try:
         log_probs = trainer.log_probs(make_batch(0))
         metrics = [trainer.train(make_batch(i), version=i) for i in range(2)]
-        weights = {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket}
+        weights = {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket.items()}
     finally:
         trainer.close()
     return Trace(log_probs, metrics, weights)
@@ -260,7 +260,7 @@ def _straight(settings: s.TrainSettings) -> dict[str, torch.Tensor]:
     trainer.setup()
     for i in range(4):
         trainer.train(make_batch(i), version=i)
-    weights = {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket}
+    weights = {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket.items()}
     trainer.close()
     return weights
 
@@ -286,7 +286,7 @@ def _resumed(settings: s.TrainSettings, folder: str) -> tuple[Any, dict[str, tor
     trainer.setup()
     loaded = trainer.load(folder)
     metrics = [trainer.train(make_batch(i), version=i) for i in range(2, 4)]
-    weights = {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket}
+    weights = {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket.items()}
     trainer.save_hf(f"{folder}/hf/last")
     trainer.close()
     return loaded, weights, [m["train/lr"] for m in metrics]

@@ -43,7 +43,7 @@ def make_trainer(folder: Path, bf16: bool) -> Any:
 
 
 def _weights(trainer: Any) -> dict[str, torch.Tensor]:
-    return {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket}
+    return {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket.items()}
 
 
 def _three_steps(folder: Path, bf16: bool, naps: bool) -> tuple[dict[str, torch.Tensor], list[int]]:

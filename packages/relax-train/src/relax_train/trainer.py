@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from relax_data.types import BatchRows, RowSource, StepManifest, TrainBatch
+from relax_data.weights import Bucket
 
 from relax_train.algorithms.advantages import check_rewards, group_normalized, whitened
 from relax_train.algorithms.losses import masked_weights, weight_divisors
@@ -141,7 +142,7 @@ class Trainer:
 
     # ------------------------------------------------------------------ weights out
 
-    def weight_buckets(self, max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def weight_buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """The weights under their Hugging Face names, full tensors on every rank: see :mod:`relax_train.models.export`.
 
         Args:

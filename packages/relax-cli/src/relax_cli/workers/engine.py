@@ -2,10 +2,13 @@
 
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from relax_cli.checks.lengths import context_lengths
 from relax_cli.workers.process import enter_folder
+
+if TYPE_CHECKING:
+    from relax_rollout.engines.base import EngineAddress
 
 
 class EngineActor:
@@ -58,12 +61,9 @@ class EngineActor:
         )
         self.name = name
 
-    def start(self) -> dict[str, Any]:
-        """Starts the server and waits until it is healthy.
-
-        Returns:
-            ``{"name", "url", "log_path", "pid"}``: what a client on another process needs.
-        """
+    def start(self) -> "EngineAddress":
+        """Starts the server, waits until it is healthy, and says where it is."""
+        from relax_rollout.engines.base import EngineAddress
 
         def progress(message: str) -> None:
             waited, _, line = message.partition(": ")
@@ -74,7 +74,7 @@ class EngineActor:
             logging.getLogger(__name__).info("%s: %s", self.name, message)
 
         self._server.start(progress=progress)
-        return {"name": self.name, "url": self._server.url, "log_path": str(self._log_path), "pid": self._server.pid}
+        return EngineAddress(self.name, self._server.url, str(self._log_path))
 
     def progress(self) -> str:
         """The seconds :meth:`start` has waited and the last line of the server's log; empty before that."""

@@ -4,12 +4,15 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relax_cli.cluster.slots import Slot, reserve, strategy
 from relax_cli.cluster.waits import StopFlag, StopRequested, wait_for
 from relax_cli.config.run_config import RunConfig
 from relax_cli.workers.process import actor_environment
+
+if TYPE_CHECKING:
+    from relax_rollout.engines.base import EngineAddress
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ class WorkerGroups:
         self._rollout: Any = None
         self._group: Any = None
         self._started = False
-        self.engine_info: list[dict[str, Any]] = []
+        self.engine_addresses: list[EngineAddress] = []
 
     # ------------------------------------------------------------------ start
 
@@ -65,7 +68,7 @@ class WorkerGroups:
         if self._engine_actors:
             self._start_engines(watched + setup)
             wait_for(watched, "the prompts to load", stop=self._stop, deadline_s=SETUP_DEADLINE_S)
-            self.rollout("connect", self.engine_info, what="the rollout manager to know the engines")
+            self.rollout("connect", self.engine_addresses, what="the rollout manager to know the engines")
         if self._trainers:
             self._finish_trainers(setup)
         self._started = True
@@ -171,7 +174,7 @@ class WorkerGroups:
             if pending and now - told >= ENGINE_PROGRESS_S:
                 told = now
                 self._note(f"waiting for {len(pending)} engine(s) to load; engine0: {self._engine_progress()}")
-        self.engine_info = ray.get(results)
+        self.engine_addresses = ray.get(results)
         self._note(f"{len(results)} SGLang engine(s) healthy")
 
     def _engine_progress(self) -> str:
@@ -191,7 +194,7 @@ class WorkerGroups:
         facts = wait_for(setup, "the trainer to build its model", stop=self._stop, deadline_s=SETUP_DEADLINE_S)
         self._note(f"trainer ready: {facts[0]['parameters'] / 1e6:.2f} M parameters, {facts[0]['layout']}")
         if self._engine_actors:
-            self.trainers("connect", self.engine_info, what="the trainer to know the engines")
+            self.trainers("connect", self.engine_addresses, what="the trainer to know the engines")
 
     # ------------------------------------------------------------------ calls
 

@@ -12,7 +12,7 @@ from relax_cli.workers.accounts import BookedSource
 from relax_cli.workers.process import enter_folder, start_log
 
 if TYPE_CHECKING:
-    from relax_rollout.engines.base import MemoryTag
+    from relax_rollout.engines.base import EngineAddress, MemoryTag
     from relax_rollout.engines.sglang.client import SGLangEngine
     from relax_rollout.loop.context import RolloutProgress
 
@@ -56,19 +56,13 @@ class RolloutActor:
         )
         self._profiler: Any = None
 
-    async def connect(self, engine_info: list[dict[str, Any]]) -> None:
-        """Takes the engines into use.
-
-        Args:
-            engine_info: what ``EngineActor.start`` returned, in engine order.
-        """
+    async def connect(self, engines: "Sequence[EngineAddress]") -> None:
+        """Takes the engines into use, in this order."""
         from relax_rollout.engines.sglang.client import SGLangEngine
 
-        self._engines = [
-            SGLangEngine(info["url"], name=info["name"], log_path=info["log_path"]) for info in engine_info
-        ]
+        self._engines = [SGLangEngine.at(address) for address in engines]
         self._loop.engines = list(self._engines)
-        self._profiler = self._build_profiler([info["url"] for info in engine_info])
+        self._profiler = self._build_profiler([address.url for address in engines])
 
     def _build_profiler(self, urls: list[str]) -> Any:
         settings = self._config.sglang_profile

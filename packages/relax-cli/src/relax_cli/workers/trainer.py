@@ -3,9 +3,14 @@
 import os
 import socket
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from relax_cli.workers.process import enter_folder, start_log
+
+if TYPE_CHECKING:
+    from relax_rollout.engines.base import EngineAddress
+    from relax_rollout.weight_sync.base import WeightTransport
 
 
 class TrainActor:
@@ -17,7 +22,7 @@ class TrainActor:
         self._config = config
         self._rank, self._world_size, self._threads = rank, world_size, threads
         self._trainer: Any = None
-        self._link: Any = None
+        self._transport: WeightTransport | None = None
 
     def place(self, one_node: bool) -> tuple[str, int]:
         """Address of this process's node and a free port on it, for rank 0 to be the rendezvous.
@@ -81,13 +86,13 @@ class TrainActor:
 
         return build_observer(train, memory, trace_dir=self._config.trace_dir, **self._config.rank_tag(self._rank))
 
-    def connect(self, engine_info: list[dict[str, Any]]) -> None:
-        """Tells this rank which engines it sends weights to."""
-        from relax_cli.workers.weight_link import WeightLink
+    def connect(self, engines: "Sequence[EngineAddress]") -> None:
+        """Tells this rank which engines there are, and sets up the way for weights to them."""
+        from relax_rollout.weight_sync.transports import make_transport
 
         placement = self._config.placement
-        self._link = WeightLink.of(
-            engine_info,
+        self._transport = make_transport(
+            engines,
             rank=self._rank,
             world_size=self._world_size,
             device=placement.device,
@@ -106,7 +111,8 @@ class TrainActor:
         """
         start = time.perf_counter()
         buckets = self._trainer.weight_buckets(self._config.train.model.update_weight_buffer_size)
-        sent = self._link.push(buckets, version)
+        assert self._transport is not None, "the engines are known before weights are sent"
+        sent = self._transport.push(buckets, version).bytes
         return {"seconds": time.perf_counter() - start, "bytes": float(sent)}
 
     def save(self, directory: str, rollout_id: int, extra: dict[str, Any]) -> None:
@@ -131,6 +137,8 @@ class TrainActor:
         self._trainer.wake()
 
     def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
         if self._trainer is not None:
             self._trainer.close()
 

@@ -1,10 +1,13 @@
 """What the rollout loop and the controllers ask of an inference engine."""
 
+import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from relax_data.types import WeightVersion
+from relax_data.weights import Bucket
 
 PauseMode = Literal["abort", "in_place", "retract"]
 MemoryTag = Literal["kv_cache", "weights"]
@@ -57,6 +60,36 @@ class GenerateResult:
     cached_tokens: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class EngineAddress:
+    """Where an engine is: all that a client in another process needs.
+
+    Attributes:
+        name: ``engine0``, ``engine1``, ...: how messages call it.
+        url: ``http://host:port``.
+        log_path: its log, whose last lines end the message when it dies; None when it is not known.
+    """
+
+    name: str
+    url: str
+    log_path: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class IpcHandle:
+    """The bytes of a bucket's flat tensor in the memory of a GPU, for another process that uses the same GPU.
+
+    Attributes:
+        gpu: UUID of the GPU; its number differs between processes.
+        rebuild: torch's function that makes the uint8 tensor there.
+        arguments: of ``rebuild``.
+    """
+
+    gpu: str
+    rebuild: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
 class EngineDied(RuntimeError):
     """The engine's process is gone; the message holds the last lines of its log."""
 
@@ -89,8 +122,52 @@ class Engine(Protocol):
         """The version of the weights that it serves."""
         ...
 
+    async def begin_update(self, version: WeightVersion, mode: PauseMode = "abort") -> None:
+        """Pauses, and refuses to generate from now on until a whole set of weights has come; see :func:`updating`.
+
+        Args:
+            version: of the weights to come.
+            mode: what happens to requests that are running; see :meth:`pause`.
+        """
+        ...
+
+    async def load(self, bucket: Bucket, handles: Sequence[IpcHandle] | None = None) -> None:
+        """Loads some of the weights; returns when it needs the bucket's memory no more.
+
+        Args:
+            bucket: their names and shapes, and the values when no handle is given.
+            handles: where each of its tensor-parallel ranks, in order, finds a copy on its own GPU.
+        """
+        ...
+
+    async def end_update(self, version: WeightVersion, *, whole: bool = True) -> None:
+        """Serves the new version and goes on; or, when not all weights came, refuses until a whole set has come.
+
+        Args:
+            version: as :meth:`begin_update` was told.
+            whole: all weights were loaded. False without effect when no update runs.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Closes what this process holds of it; the engine itself goes on."""
+        ...
+
     async def release_memory(self, tags: Sequence[MemoryTag] = ("kv_cache", "weights")) -> None: ...
 
     async def resume_memory(self, tags: Sequence[MemoryTag] = ("kv_cache", "weights")) -> None:
         """Takes the memory back. Released weights come back as garbage: push weights before the next token."""
         ...
+
+
+@contextlib.asynccontextmanager
+async def updating(engine: Engine, version: WeightVersion, mode: PauseMode = "abort") -> AsyncIterator[None]:
+    """Surrounds the loading of one version: afterwards the engine serves all of it, or refuses to generate."""
+    try:
+        await engine.begin_update(version, mode)
+        yield
+        await engine.end_update(version)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            await asyncio.shield(engine.end_update(version, whole=False))
+        raise

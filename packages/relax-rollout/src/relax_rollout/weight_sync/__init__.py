@@ -1,4 +1,7 @@
-"""New weights to engines, a bucket at a time.
+"""New weights from the trainer's ranks to engines: one file for each way they can travel.
 
-Door: :func:`relax_rollout.weight_sync.push.push_weights`.
+Door: :func:`relax_rollout.weight_sync.transports.make_transport`, which picks a :class:`WeightTransport` from the table
+``TRANSPORTS``. To add one, write its file beside ``ipc.py`` (CUDA IPC on shared GPUs) and ``value.py`` (inside the
+request, on CPU) and name it in the table: a process group would be ``group.py``, files that engines read ``disk.py``.
+``push.py`` holds the steps they share, ``ranks.py`` how the trainer's ranks act together. None of them knows SGLang.
 """

@@ -1,218 +1,72 @@
-"""A new version of the weights, from the trainer's ranks to engines, bucket by bucket.
+"""The steps of a push that transports share: begin, bucket after bucket, end, each by all ranks together.
 
-A bucket is a list of (Hugging Face name, whole tensor). It is copied into one flat tensor and sent in SGLang's
-``flattened_bucket`` format: on CPU by value inside the request, so that no file or socket has to be shared; on CUDA as
-an IPC handle, so that only a few bytes travel and the engine copies from the trainer's memory.
-
-At most two buckets exist at a time: the trainer's and its flat copy.
+A transport that reaches engines by their own calls gives one function, :data:`Send`, which brings a bucket to them.
 """
 
 import asyncio
-import base64
 import contextlib
-import dataclasses
-import io
-import pickle
-import types
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+import traceback
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 
-import torch
 from relax_data.types import WeightVersion
+from relax_data.weights import Bucket
 
-from relax_rollout.engines.base import PauseMode
-from relax_rollout.engines.sglang.client import SGLangEngine
+from relax_rollout.engines.base import Engine, EngineAddress, PauseMode, updating
+from relax_rollout.weight_sync.base import PushReport, WeightPushFailed
+from relax_rollout.weight_sync.ranks import Ranks
 
-Bucket = list[tuple[str, torch.Tensor]]
+Send = Callable[[Sequence[Engine], Bucket | None, Ranks], Awaitable[None]]
+"""Brings a bucket to the engines that this rank posts to, and returns when they have loaded it; collective.
 
-LOAD_FORMAT = "flattened_bucket"
-_ALIGNMENT = 16
-# Position of the device in the arguments that rebuild a CUDA tensor (torch.multiprocessing.reductions).
-_DEVICE_ARGUMENT = 6
-
-
-class WeightPushFailed(RuntimeError):
-    """A push did not reach every engine; those it began with refuse to generate until a whole push succeeded."""
+The bucket is None on a rank that has no further one, or could not make it: the exchanges with other ranks take place
+all the same. It keeps neither the bucket nor a copy.
+"""
 
 
-@dataclasses.dataclass(frozen=True)
-class PushReport:
-    """What a finished push sent: number of buckets and tensors, and their bytes."""
+class EngineTransport:
+    """A transport that reaches engines by their own calls; a new client for each push, as each has its event loop."""
 
-    buckets: int
-    tensors: int
-    bytes: int
-
-
-# ---------------------------------------------------------------------- one bucket
-
-
-@dataclasses.dataclass
-class FlatBucket:
-    """A bucket as one uint8 tensor, and where each tensor lies in it.
-
-    On CUDA it must stay alive until the engine has loaded it: the engine reads this memory.
-    """
-
-    data: torch.Tensor
-    layout: list[types.SimpleNamespace]
-
-    @classmethod
-    def of(cls, bucket: Sequence[tuple[str, torch.Tensor]]) -> "FlatBucket":
-        """Copies the tensors of one device, one after the other, each at a multiple of 16 bytes.
-
-        Raises:
-            ValueError: the bucket is empty or spans devices.
-        """
-        if not bucket:
-            raise ValueError("an empty bucket of weights")
-        devices = {t.device for _, t in bucket}
-        if len(devices) != 1:
-            raise ValueError(f"a bucket of weights must lie on one device, not on {sorted(map(str, devices))}")
-        layout, end = [], 0
-        for name, tensor in bucket:
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = start + tensor.numel() * tensor.element_size()
-            # Attributes as SGLang reads them; start and end are in bytes.
-            layout.append(
-                types.SimpleNamespace(
-                    name=name,
-                    shape=tensor.shape,
-                    dtype=tensor.dtype,
-                    start_idx=start,
-                    end_idx=end,
-                    numel=end - start,
-                )
-            )
-        data = torch.empty(end, dtype=torch.uint8, device=devices.pop())
-        for (_, tensor), place in zip(bucket, layout, strict=True):
-            target = data[place.start_idx : place.end_idx].view(tensor.dtype).view(tensor.shape)
-            target.copy_(tensor.detach())
-        return cls(data, layout)
-
-    def serialize(self) -> str:
-        """Base64 of a pickle that SGLang's restricted unpickler accepts; by value on CPU, an IPC handle on CUDA."""
-        buffer = io.BytesIO()
-        _Pickler(buffer, protocol=5).dump({"flattened_tensor": self.data, "metadata": self.layout})
-        return base64.b64encode(buffer.getbuffer()).decode("ascii")
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles CUDA tensors as IPC handles that name the GPU by UUID: its number differs between processes."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not (isinstance(obj, torch.Tensor) and obj.is_cuda):
-            return NotImplemented
-        from torch.multiprocessing import reductions
-
-        rebuild, arguments = reductions.reduce_tensor(obj)
-        device = arguments[_DEVICE_ARGUMENT]
-        if isinstance(device, int):
-            device = str(torch.cuda.get_device_properties(device).uuid)
-        return rebuild, (*arguments[:_DEVICE_ARGUMENT], device, *arguments[_DEVICE_ARGUMENT + 1 :])
-
-
-# ---------------------------------------------------------------------- several ranks
-
-
-class Ranks(Protocol):
-    """How the ranks of the trainer act together in a push. Every rank makes the same calls in the same order."""
-
-    @property
-    def serializes(self) -> bool:
-        """True when an engine reads this rank's copy of the bucket."""
-        ...
-
-    def gather(self, serialized: str) -> list[str] | None:
-        """On the rank that posts the strings of all ranks of its engine, in tensor-parallel order; else None."""
-        ...
-
-    def agree(self, error: str | None) -> str | None:
-        """The first error of any rank; also holds every rank until all came here."""
-        ...
-
-
-class OneRank:
-    """A single process that feeds engines of one rank each."""
-
-    serializes = True
-
-    def gather(self, serialized: str) -> list[str] | None:
-        return [serialized]
-
-    def agree(self, error: str | None) -> str | None:
-        return error
-
-
-class TorchRanks:
-    """Ranks of a ``torch.distributed`` world; the strings travel over gloo."""
-
-    def __init__(self, engines: Sequence[Sequence[int]]) -> None:
-        """Collective over all ranks: makes the groups.
+    def __init__(
+        self, engines: Sequence[EngineAddress], ranks: Ranks, send: Send, connect: Callable[[EngineAddress], Engine]
+    ) -> None:
+        """Stores them.
 
         Args:
-            engines: for each engine the global ranks that share its GPUs, in its tensor-parallel order. The first of
-                them posts, and passes the engine to :func:`push_weights`; on CPU that is one rank, ``[[0]]``.
-
-        Raises:
-            ValueError: a rank appears in two engines.
+            engines: those that this rank posts to; none on ranks that only take part.
+            ranks: how this rank acts together with the others.
+            send: brings a bucket to them.
+            connect: makes the client of an engine.
         """
-        import torch.distributed as dist
+        self.engines, self.ranks = tuple(engines), ranks
+        self._send, self._connect = send, connect
 
-        flat = [r for ranks in engines for r in ranks]
-        if len(set(flat)) != len(flat):
-            raise ValueError(f"a rank can share GPUs with one engine only, but got {[list(e) for e in engines]}")
-        self._world = dist.new_group(backend="gloo")
-        self._mine: list[int] = []
-        self._group: Any = None
-        for ranks in engines:
-            group = dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None
-            if dist.get_rank() in ranks:
-                self._mine, self._group = list(ranks), group
-        self._rank = dist.get_rank()
+    def push(self, buckets: Iterable[Bucket], version: WeightVersion) -> PushReport:
+        """See :class:`relax_rollout.weight_sync.base.WeightTransport`."""
 
-    @property
-    def serializes(self) -> bool:
-        return bool(self._mine)
+        async def go() -> PushReport:
+            engines = [self._connect(address) for address in self.engines]
+            try:
+                return await push_weights(engines, buckets, version, send=self._send, ranks=self.ranks)
+            finally:
+                for engine in engines:
+                    await engine.close()
 
-    @property
-    def posts(self) -> bool:
-        """True on the rank that talks to the engine."""
-        return bool(self._mine) and self._mine[0] == self._rank
+        return asyncio.run(go())
 
-    def gather(self, serialized: str) -> list[str] | None:
-        if self._group is None:
-            return [serialized] if self._mine else None
-        import torch.distributed as dist
-
-        # Gloo orders a group by global rank, the engine by its tensor-parallel rank.
-        everyone: list[Any] | None = [None] * len(self._mine) if self.posts else None
-        dist.gather_object((self._rank, serialized), everyone, dst=self._mine[0], group=self._group)
-        if everyone is None:
-            return None
-        by_rank = dict(everyone)
-        return [by_rank[r] for r in self._mine]
-
-    def agree(self, error: str | None) -> str | None:
-        import torch.distributed as dist
-
-        errors: list[Any] = [None] * dist.get_world_size(self._world)
-        dist.all_gather_object(errors, error, group=self._world)
-        return next((e for e in errors if e is not None), None)
-
-
-# ---------------------------------------------------------------------- the push
+    def close(self) -> None:
+        """Holds nothing between pushes."""
 
 
 async def push_weights(
-    engines: SGLangEngine | Sequence[SGLangEngine],
+    engines: Sequence[Engine],
     buckets: Iterable[Bucket],
     version: WeightVersion,
     *,
-    ranks: Ranks | None = None,
+    send: Send,
+    ranks: Ranks,
     mode: PauseMode = "abort",
 ) -> PushReport:
-    """Makes engines serve a new version: pause, all buckets, flush, version, resume.
+    """Makes engines serve a new version.
 
     Every rank of the trainer calls it with the same number of buckets; ranks that post to no engine pass none.
 
@@ -220,8 +74,9 @@ async def push_weights(
         engines: the engines that this rank posts to.
         buckets: the whole model; read one at a time, and a bucket is let go before the next one is asked for.
         version: number of the new weights.
-        ranks: the trainer's ranks; None for a single process.
-        mode: what happens to requests that are running; see :meth:`SGLangEngine.pause`.
+        send: brings a bucket to the engines.
+        ranks: the trainer's ranks.
+        mode: what happens to requests that are running; see :meth:`Engine.pause`.
 
     Returns:
         what this rank sent.
@@ -230,23 +85,21 @@ async def push_weights(
         WeightPushFailed: on every rank, when it failed on any. Engines it began with are marked broken: they generate
             again only after a whole push.
     """
-    own = [engines] if isinstance(engines, SGLangEngine) else list(engines)
-    ranks = ranks or OneRank()
-    report, failure = PushReport(0, 0, 0), None
+    report, failure = PushReport(), None
+    iterator = iter(buckets)
     try:
         async with contextlib.AsyncExitStack() as stack:
-            await _together(ranks, _begin(stack, own, version, mode))
-            iterator = iter(buckets)
-            while (sent := await _push_next(own, iterator, ranks)) is not None:
+            await _together(ranks, _begin(stack, engines, version, mode))
+            while (sent := await _push_next(engines, iterator, send, ranks)) is not None:
                 report = PushReport(report.buckets + 1, report.tensors + sent[0], report.bytes + sent[1])
             if report.buckets == 0:
                 raise ValueError("no weights were given")
     except Exception as error:
         failure = error
-    told = ranks.agree(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if torch.cuda.is_initialized():
-        # Frees the blocks whose IPC handles the engines have closed.
-        torch.cuda.ipc_collect()
+    if isinstance(iterator, Generator):
+        iterator.close()  # after a failure it still holds its bucket
+    _let_go(failure)
+    told = ranks.agree(_in_words(failure))
     if told is not None:
         raise WeightPushFailed(
             f"weights of version {version} did not reach every engine, which refuse to generate until they are pushed "
@@ -256,45 +109,39 @@ async def push_weights(
 
 
 async def _begin(
-    stack: contextlib.AsyncExitStack, engines: list[SGLangEngine], version: WeightVersion, mode: PauseMode
+    stack: contextlib.AsyncExitStack, engines: Sequence[Engine], version: WeightVersion, mode: PauseMode
 ) -> None:
     for engine in engines:
-        await stack.enter_async_context(engine.pushing(version, mode))
+        await stack.enter_async_context(updating(engine, version, mode))
 
 
-async def _push_next(engines: list[SGLangEngine], buckets: Iterator[Bucket], ranks: Ranks) -> tuple[int, int] | None:
+async def _push_next(
+    engines: Sequence[Engine], buckets: Iterator[Bucket], send: Send, ranks: Ranks
+) -> tuple[int, int] | None:
     """Sends the next bucket: (tensors, bytes), or None when there is none.
 
-    The bucket, its flat copy and the strings are local here, so they are gone when the next one is made.
+    The bucket is local here, so it is gone when the next one is made.
     """
-    flat: FlatBucket | None = None
-    serialized, sent, failure = "", None, None
+    bucket: Bucket | None = None
+    failure: Exception | None = None
     try:
         bucket = next(buckets, None)
-        if bucket is not None:
-            sent = (len(bucket), sum(t.numel() * t.element_size() for _, t in bucket))
-            if ranks.serializes:
-                flat = FlatBucket.of(bucket)
-                serialized = flat.serialize()
-        del bucket
-    except Exception as error:  # the other ranks wait in gather: go there first
+    except Exception as error:  # the other ranks wait in send: go there first
         failure = error
-    strings = ranks.gather(serialized)
 
-    async def post() -> None:
-        if failure is not None:
-            raise failure
-        if sent is not None and engines:
-            if not strings or not all(strings):
-                raise ValueError("a rank that shares a GPU with the engine could not serialize its bucket")
-            await asyncio.gather(*(e.update_weights_from_tensors(strings, load_format=LOAD_FORMAT) for e in engines))
-
-    await _together(ranks, post())
-    del flat
-    return sent
+    await _together(ranks, _send_or_raise(send, engines, bucket, ranks, failure))
+    return None if bucket is None else (len(bucket), bucket.nbytes)
 
 
-async def _together(ranks: Ranks, action: Any) -> None:
+async def _send_or_raise(
+    send: Send, engines: Sequence[Engine], bucket: Bucket | None, ranks: Ranks, failure: Exception | None
+) -> None:
+    await send(engines, bucket, ranks)
+    if failure is not None:
+        raise failure
+
+
+async def _together(ranks: Ranks, action: Awaitable[None]) -> None:
     """Awaits this rank's part, then waits for all ranks.
 
     Raises:
@@ -305,8 +152,21 @@ async def _together(ranks: Ranks, action: Any) -> None:
         await action
     except Exception as error:
         failure = error
-    told = ranks.agree(None if failure is None else f"{type(failure).__name__}: {failure}")
+    told = ranks.agree(_in_words(failure))
     if failure is not None:
         raise failure
     if told is not None:
         raise RuntimeError(told)
+
+
+def _in_words(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Empties the frames that an error and its causes remember: they hold the bucket that was being sent, and it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -310,7 +310,7 @@ def save_hf(
     for bucket in weight_buckets(model, bucket_bytes):
         if writer is not None and error is None:
             try:
-                for name, tensor in bucket:
+                for name, tensor in bucket.items():
                     writer.add(name, tensor)
             except Exception as caught:  # the other ranks go on gathering: so must this one
                 error = caught

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from relax_data.weights import Bucket
 
 from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.parallel import ParallelState
 from relax_train.models.build import Model
 from relax_train.models.hf_mapping import Entry, entries, is_copy
 
-Bucket = list[tuple[str, torch.Tensor]]
 _KNOWN: "weakref.WeakKeyDictionary[Model, list[_Item]]" = weakref.WeakKeyDictionary()
 """Tensors of each model: names and shapes stay as they are, so the ranks tell each other once."""
 
@@ -121,10 +121,9 @@ def _fill(group: list[_Item], flat: torch.Tensor, own: list[Entry], parallel: Pa
 def weight_buckets(model: Model, max_bytes: int) -> Iterator[Bucket]:
     """The full weights under their Hugging Face names; collective, and every rank gets all of them.
 
-    The tensors of a bucket are views of one flat tensor on this rank's device, in the model's dtype; they are copies,
-    which the caller may keep. The order is the same on every rank and in every call. A caller that lets go of each
-    bucket before it takes the next but one has two of them at most, and beside them the parts of one tensor while it
-    is gathered.
+    A bucket lies on this rank's device, in the model's dtype; it is a copy, which the caller may keep. The order is the
+    same on every rank and in every call. A caller that lets go of each bucket before it takes the next but one has two
+    of them at most, and beside them the parts of one tensor while it is gathered.
 
     Args:
         max_bytes: largest size of a bucket (``--update-weight-buffer-size``); a larger tensor comes alone.
@@ -139,8 +138,12 @@ def weight_buckets(model: Model, max_bytes: int) -> Iterator[Bucket]:
             total = sum(item.numel for item in group)
             flat = torch.empty(total, dtype=model.dtype, device=model.parallel.device)
             _fill(group, flat, own, model.parallel)
-            pieces = flat.split([item.numel for item in group])
-            bucket = [(item.name, piece.view(item.shape)) for item, piece in zip(group, pieces, strict=True)]
-        del flat, pieces
+        bucket = Bucket(
+            names=tuple(item.name for item in group),
+            shapes=tuple(item.shape for item in group),
+            dtype=str(model.dtype).removeprefix("torch."),
+            flat=flat,
+        )
+        del flat
         yield bucket
         del bucket

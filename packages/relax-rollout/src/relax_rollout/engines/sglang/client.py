@@ -4,21 +4,30 @@ It needs the server's address only, so it works in any process that reaches it.
 """
 
 import asyncio
-import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 from relax_data.types import WeightVersion
+from relax_data.weights import Bucket
 
-from relax_rollout.engines.base import GenerateRequest, GenerateResult, MemoryTag, PauseMode
+from relax_rollout.engines.base import (
+    EngineAddress,
+    GenerateRequest,
+    GenerateResult,
+    IpcHandle,
+    MemoryTag,
+    PauseMode,
+    updating,
+)
 from relax_rollout.engines.sglang.inflight import InflightRequest, InflightRequests
 from relax_rollout.engines.sglang.messages import ResponseBuilder, generate_body, read_answer
 from relax_rollout.engines.sglang.transport import Transport
 from relax_rollout.engines.sglang.weight_status import WeightsIncomplete, WeightStatus
+from relax_rollout.engines.sglang.weights import update_body
 
 _PUSH_POLL_S = 0.1
 
@@ -62,8 +71,14 @@ class SGLangEngine:
         self._version: WeightVersion | None = None
         self._asking: asyncio.Task[WeightVersion] | None = None
         self._released: set[MemoryTag] = set()
+        self._updating: PauseMode | None = None
         self._begin_end: bool | None = None
         self._tp_size: int | None = None
+
+    @classmethod
+    def at(cls, address: EngineAddress) -> "SGLangEngine":
+        """The client of a server that another process started."""
+        return cls(address.url, name=address.name, log_path=address.log_path)
 
     @property
     def name(self) -> str:
@@ -264,64 +279,49 @@ class SGLangEngine:
 
     # ------------------------------------------------------------------ weights
 
-    @contextlib.asynccontextmanager
-    async def pushing(self, version: WeightVersion, mode: PauseMode = "abort") -> AsyncIterator[None]:
-        """Surrounds all updates of one push: pause, mark, (updates), flush, version, resume.
+    async def begin_update(self, version: WeightVersion, mode: PauseMode = "abort") -> None:
+        """Pauses and marks the weights: every client refuses to generate until a whole version has come.
 
-        If anything fails, the engine stays paused and is marked broken: every client refuses to generate until a
-        whole push succeeded. With ``in_place`` and ``retract`` requests stay in flight and the cache is not emptied, so
-        the server has to run with ``--sglang-disable-radix-cache``.
+        With ``in_place`` and ``retract`` requests stay in flight and the cache is not emptied, so the server has to run
+        with ``--sglang-disable-radix-cache``.
         """
         await self.pause(mode)
-        try:
-            await self._set_weights(WeightStatus("pushing", version))
-            await self._optional("/begin_weight_update")
-            yield
-            await self._optional("/end_weight_update")
-            if mode == "abort":
-                await self.flush_cache()
-            await self._set_weights(WeightStatus("whole", version))
-        except BaseException:
-            self._version = None
-            with contextlib.suppress(Exception):
-                await asyncio.shield(self._set_weights(WeightStatus("broken", version)))
-            raise
-        self._version = version
-        await self._post("/continue_generation", {})
+        self._updating = mode
+        await self._set_weights(WeightStatus("pushing", version))
+        await self._optional("/begin_weight_update")
 
-    async def update_weights_from_tensors(
-        self,
-        serialized_per_tp_rank: Sequence[str],
-        *,
-        version: WeightVersion | None = None,
-        load_format: str | None = None,
-        flush: bool = False,
-    ) -> None:
-        """Loads one bucket; see :mod:`relax_rollout.weight_sync.push`, which makes the strings and the whole protocol.
-
-        Args:
-            serialized_per_tp_rank: one string for each tensor-parallel rank of the engine.
-            version: version to claim when it is loaded; a push claims it once, at its end.
-            load_format: ``flattened_bucket``, or None for named tensors.
-            flush: empty the cache afterwards; kills the server if a request is running.
+    async def load(self, bucket: Bucket, handles: Sequence[IpcHandle] | None = None) -> None:
+        """Loads a bucket: by value, or from one handle for each tensor-parallel rank.
 
         Raises:
-            ValueError: the number of strings is not the engine's number of ranks.
+            ValueError: the number of handles (1 by value) is not the engine's number of ranks.
             RuntimeError: the server refused the bucket.
         """
         if self._tp_size is None:
             self._tp_size = int((await self.server_info()).get("tp_size", 1))
-        if len(serialized_per_tp_rank) != self._tp_size:
-            raise ValueError(
-                f"{self._name} has {self._tp_size} tensor-parallel ranks but got {len(serialized_per_tp_rank)} buckets"
-            )
-        body = {
-            "serialized_named_tensors": list(serialized_per_tp_rank),
-            "load_format": load_format,
-            "flush_cache": flush,
-            "weight_version": None if version is None else str(version),
-        }
-        await self._post("/update_weights_from_tensor", body, timeout_s=self._update_timeout_s, retry=False)
+        copies = 1 if handles is None else len(handles)
+        if copies != self._tp_size:
+            raise ValueError(f"{self._name} has {self._tp_size} tensor-parallel ranks but got {copies} buckets")
+        path, body = "/update_weights_from_tensor", update_body(bucket, handles)
+        try:
+            await self._post(path, body, timeout_s=self._update_timeout_s, retry=False)
+        finally:
+            body.clear()
+
+    async def end_update(self, version: WeightVersion, *, whole: bool = True) -> None:
+        """Empties the cache, claims the version and goes on; or marks the weights as broken and stays paused."""
+        if not whole:
+            if self._updating is not None:
+                self._updating = self._version = None
+                await self._set_weights(WeightStatus("broken", version))
+            return
+        assert self._updating is not None, "an update begins before it ends"
+        await self._optional("/end_weight_update")
+        if self._updating == "abort":
+            await self.flush_cache()
+        await self._set_weights(WeightStatus("whole", version))
+        self._updating, self._version = None, version
+        await self._post("/continue_generation", {})
 
     async def update_weights_from_disk(
         self, path: str | Path, version: WeightVersion, *, mode: PauseMode = "abort"
@@ -331,7 +331,7 @@ class SGLangEngine:
         Raises:
             RuntimeError: the server could not load it; the engine is marked broken then.
         """
-        async with self.pushing(version, mode):
+        async with updating(self, version, mode):
             body = {"model_path": str(path), "flush_cache": False}
             await self._post("/update_weights_from_disk", body, timeout_s=self._update_timeout_s, retry=False)
 

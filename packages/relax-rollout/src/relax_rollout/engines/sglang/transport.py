@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -18,6 +18,16 @@ _VERDICT_DEADLINE_S = 15.0
 _REFUSALS = 3
 _ATTEMPTS = 4
 CONNECT_TIMEOUT_S = 20.0
+
+
+class StreamedBody(Protocol):
+    """A JSON body that is made while it is sent; it may be asked for its pieces several times."""
+
+    def __len__(self) -> int:
+        """Number of bytes."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
 
 
 class Transport:
@@ -71,7 +81,7 @@ class Transport:
         Args:
             method: ``GET`` or ``POST``.
             path: ``/generate``, ...
-            body: JSON value to send.
+            body: JSON value to send, or a :class:`StreamedBody`.
             params: query.
             timeout_s: longest time without an answer.
             retry: send again after a lost connection to a living server. A connection that never came about is always
@@ -82,7 +92,7 @@ class Transport:
             TimeoutError: it lives, but did not answer in time.
             ConnectionError: it lives, but the connection was lost again and again (or once, without ``retry``).
         """
-        content = None if body is None else json.dumps(body).encode()
+        content, headers = _encoded(body)
         for attempt in range(_ATTEMPTS):
             try:
                 return await self.http().request(
@@ -90,7 +100,7 @@ class Transport:
                     path,
                     content=content,
                     params=params,
-                    headers={"content-type": "application/json"} if content is not None else None,
+                    headers=headers,
                     timeout=self._timeout(timeout_s),
                 )
             except Exception as error:
@@ -200,3 +210,13 @@ class StreamedAnswer:
             if line is None:
                 return
             yield line
+
+
+def _encoded(body: Any) -> tuple[bytes | StreamedBody | None, dict[str, str]]:
+    """What to send, and the headers that say so."""
+    if body is None:
+        return None, {}
+    headers = {"content-type": "application/json"}
+    if hasattr(body, "__aiter__"):
+        return body, headers | {"content-length": str(len(body))}
+    return json.dumps(body).encode(), headers

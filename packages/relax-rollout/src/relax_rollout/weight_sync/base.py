@@ -1,0 +1,64 @@
+"""What every way of sending weights offers to the trainer, and what it is told to begin with."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from relax_data.types import WeightVersion
+from relax_data.weights import Bucket
+
+from relax_rollout.engines.base import Engine, EngineAddress
+
+
+class WeightPushFailed(RuntimeError):
+    """A push did not reach every engine; those it began with refuse to generate until a whole push succeeded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PushReport:
+    """What a finished push sent from this rank: number of buckets and tensors, and their bytes."""
+
+    buckets: int = 0
+    tensors: int = 0
+    bytes: int = 0
+
+
+class WeightTransport(Protocol):
+    """One rank's end of a way for weights to travel. Every rank of the trainer has one and makes the same calls."""
+
+    def push(self, buckets: Iterable[Bucket], version: WeightVersion) -> PushReport:
+        """Makes every engine serve a new version; collective.
+
+        At most two buckets exist on this rank at a time, the copies that are sent counted, and none afterwards.
+
+        Args:
+            buckets: the whole model, the same on every rank; read one at a time.
+            version: number of the new weights.
+
+        Raises:
+            WeightPushFailed: on every rank when it failed on any.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives back what it holds between pushes. May be called twice."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransportSetup:
+    """What a transport is built from.
+
+    Attributes:
+        engines: all engines of the run, in order.
+        rank: of this process in the trainer's world.
+        world_size: ranks of the trainer.
+        gpus_per_engine: tensor-parallel size of each engine.
+        connect: makes the client of an engine.
+    """
+
+    engines: tuple[EngineAddress, ...]
+    rank: int
+    world_size: int
+    gpus_per_engine: int
+    connect: Callable[[EngineAddress], Engine]

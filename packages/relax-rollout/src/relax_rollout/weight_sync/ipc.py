@@ -1,0 +1,77 @@
+"""Weights to engines on the trainer's own GPUs: a handle travels, and the engine copies from the trainer's memory."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+import torch
+from relax_data.types import WeightVersion
+from relax_data.weights import Bucket
+
+from relax_rollout.engines.base import Engine, IpcHandle
+from relax_rollout.weight_sync.base import PushReport, TransportSetup
+from relax_rollout.weight_sync.push import EngineTransport
+from relax_rollout.weight_sync.ranks import OneRank, Ranks, TorchRanks
+
+
+class IpcTransport(EngineTransport):
+    """This rank's end; gives the memory back that engines have finished reading."""
+
+    def push(self, buckets: Iterable[Bucket], version: WeightVersion) -> PushReport:
+        """See :class:`relax_rollout.weight_sync.base.WeightTransport`."""
+        try:
+            return super().push(buckets, version)
+        finally:
+            if torch.cuda.is_initialized():
+                # Frees the blocks whose handles the engines have closed.
+                torch.cuda.ipc_collect()
+
+
+def ipc_transport(setup: TransportSetup) -> IpcTransport:
+    """Builds this rank's end; collective.
+
+    Engine ``i`` lies on the GPUs of ranks ``[i * gpus_per_engine, (i + 1) * gpus_per_engine)``, each of which hands it
+    its own copy of a bucket.
+    """
+    size = setup.gpus_per_engine
+    if setup.world_size == 1:
+        return IpcTransport(setup.engines, OneRank(), send_handles, setup.connect)
+    ranks = TorchRanks([range(i * size, (i + 1) * size) for i in range(len(setup.engines))])
+    own = [setup.engines[setup.rank // size]] if ranks.posts else []
+    return IpcTransport(own, ranks, send_handles, setup.connect)
+
+
+async def send_handles(engines: Sequence[Engine], bucket: Bucket | None, ranks: Ranks) -> None:
+    """Has the engine read the copies of all ranks that share its GPUs; see :data:`relax_rollout.weight_sync.push.Send`.
+
+    Raises:
+        ValueError: a rank could not share its copy.
+    """
+    handle: IpcHandle | None = None
+    failure: Exception | None = None
+    if bucket is not None and ranks.shares_gpu:
+        try:
+            handle = share(bucket.flat)
+        except Exception as error:  # the other ranks wait in gather: go there first
+            failure = error
+    handles = ranks.gather(handle)
+    if failure is not None:
+        raise failure
+    if bucket is not None and engines:
+        shared = [h for h in handles or () if h is not None]
+        if not handles or len(shared) < len(handles):
+            raise ValueError("a rank that shares a GPU with the engine could not share its bucket")
+        await asyncio.gather(*(engine.load(bucket, shared) for engine in engines))
+
+
+def share(flat: torch.Tensor) -> IpcHandle:
+    """A handle of a flat CUDA tensor's bytes; the memory must stay as it is until the engine has read it.
+
+    Raises:
+        ValueError: the tensor is not on a GPU.
+    """
+    if not flat.is_cuda:
+        raise ValueError(f"only memory of a GPU can be shared by CUDA IPC, but the bucket lies on {flat.device}")
+    from torch.multiprocessing import reductions
+
+    rebuild, arguments = reductions.reduce_tensor(flat.detach().view(torch.uint8))
+    return IpcHandle(str(torch.cuda.get_device_properties(flat.device).uuid), rebuild, tuple(arguments))

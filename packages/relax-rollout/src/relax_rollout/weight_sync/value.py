@@ -1,0 +1,26 @@
+"""Weights to engines on CPU: the values travel inside the request, so that no file or socket has to be shared."""
+
+from collections.abc import Sequence
+
+from relax_data.weights import Bucket
+
+from relax_rollout.engines.base import Engine
+from relax_rollout.weight_sync.base import TransportSetup
+from relax_rollout.weight_sync.push import EngineTransport
+from relax_rollout.weight_sync.ranks import OneRank, Ranks, TorchRanks
+
+
+def value_transport(setup: TransportSetup) -> EngineTransport:
+    """Builds this rank's end; collective. Rank 0 posts to all engines, the others only help to gather the buckets."""
+    ranks = OneRank() if setup.world_size == 1 else TorchRanks([])
+    return EngineTransport(setup.engines if setup.rank == 0 else (), ranks, send_values, setup.connect)
+
+
+async def send_values(engines: Sequence[Engine], bucket: Bucket | None, ranks: Ranks) -> None:
+    """Has one engine after the other load the bucket; see :data:`relax_rollout.weight_sync.push.Send`.
+
+    Not all at once: each needs a copy of the bucket for its request, and two buckets are the limit.
+    """
+    if bucket is not None:
+        for engine in engines:
+            await engine.load(bucket)

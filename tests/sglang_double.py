@@ -1,0 +1,102 @@
+"""A server that speaks the part of SGLang's HTTP that a weight push uses, over real sockets, and holds no weights.
+
+For what the real server cannot show: how much memory a push needs while it sends, and what happens when a call fails.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+PIECE = 64 << 10
+
+
+class SGLangDouble:
+    """Answers every call with 200.
+
+    Args:
+        on_update: called after a bucket has arrived whole, with its number from 0 and the body if it is small.
+        refuses: number of the bucket that is answered with 400.
+        tp_size: what ``/server_info`` says.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_update: Callable[[int, bytes], None] = lambda number, body: None,
+        refuses: int | None = None,
+        tp_size: int = 1,
+    ) -> None:
+        self.url = ""
+        self.calls: list[str] = []
+        self.weight_version = "0"
+        self._on_update, self._refuses, self._tp_size = on_update, refuses, tp_size
+        self._updates = 0
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator["SGLangDouble"]:
+        """Listens on a free port of this machine."""
+        server = await asyncio.start_server(self._connection, "127.0.0.1", 0, limit=PIECE)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield self
+        finally:
+            server.close()
+            open_now = dict(self._connections)
+            for writer in open_now.values():
+                writer.close()  # its task reads the end
+            await asyncio.gather(*open_now)
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = writer
+        try:
+            while line := await reader.readline():
+                path = line.split()[1].decode()
+                length = 0
+                while (header := await reader.readline()) not in (b"\r\n", b""):
+                    name, _, value = header.partition(b":")
+                    if name.lower() == b"content-length":
+                        length = int(value)
+                status, answer = self._answer(path, await self._body(reader, length))
+                content = json.dumps(answer).encode()
+                writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(content)) + content)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            del self._connections[task]
+            writer.close()
+
+    @staticmethod
+    async def _body(reader: asyncio.StreamReader, length: int) -> bytes:
+        """The body if it is small; a large one is read and forgotten piece by piece."""
+        small = length <= PIECE
+        kept = b""
+        while length:
+            piece = await reader.read(min(length, PIECE))
+            if not piece:
+                raise ConnectionError("the client is gone")
+            length -= len(piece)
+            kept = kept + piece if small else b""
+        return kept
+
+    def _answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        self.calls.append(path)
+        if path == "/server_info":
+            return 200, {"tp_size": self._tp_size}
+        if path == "/model_info":
+            return 200, {"weight_version": self.weight_version}
+        if path in ("/begin_weight_update", "/end_weight_update"):
+            return 404, {}
+        if path == "/update_weight_version":
+            self.weight_version = json.loads(body)["new_version"]
+        if path == "/update_weights_from_tensor":
+            number, self._updates = self._updates, self._updates + 1
+            self._on_update(number, body)
+            if number == self._refuses:
+                return 400, {"success": False, "message": "no room for these weights"}
+        return 200, {"success": True}

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from relax_data.weights import Bucket
-from relax_rollout.engines.base import EngineAddress
+from relax_rollout.engines.base import EngineAddress, IpcHandle, updating
 from relax_rollout.engines.sglang.client import SGLangEngine
+from relax_rollout.weight_sync import ipc
 from relax_rollout.weight_sync.base import PushReport, TransportSetup, WeightPushFailed
 from relax_rollout.weight_sync.push import push_weights
 from relax_rollout.weight_sync.ranks import OneRank
@@ -127,6 +128,65 @@ async def test_the_body_is_what_its_length_says() -> None:
             body = UpdateBody([pieces] * ranks)
             sent = b"".join([chunk async for chunk in body])
             assert len(sent) == len(body)
+
+
+async def test_an_update_that_never_began_leaves_the_weights_as_they_are() -> None:
+    async with SGLangDouble().serving() as server:
+        engine = SGLangEngine(server.url, name="engine0")
+        await engine.end_update(4, whole=False)
+        assert server.calls == []
+        async with updating(engine, 5):
+            assert server.weight_version == "pushing:5"
+        assert server.weight_version == "5"
+        await engine.end_update(6, whole=False)
+        assert server.weight_version == "5"
+        await engine.close()
+
+
+# ---------------------------------------------------------------------- several ranks
+
+
+class TwoRanks(OneRank):
+    """The rank that posts, beside one that shares nothing or the handle it was given."""
+
+    def __init__(self, other: Any = None) -> None:
+        self.gathered: list[Any] = []
+        self._other = other
+
+    def gather(self, item: Any) -> list[Any]:
+        self.gathered.append(item)
+        return [item, self._other]
+
+
+class Loading:
+    """Keeps what it was asked to load."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Any] = []
+
+    async def load(self, bucket: Bucket, handles: Any = None) -> None:
+        self.loaded.append((bucket, handles))
+
+
+HANDLES = [IpcHandle(f"gpu-{i}", torch.zeros, (1,)) for i in range(2)]
+
+
+async def test_the_engine_gets_the_handles_of_all_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc, "share", lambda flat: HANDLES[0])
+    bucket, engine = Bucket.of([("a", torch.zeros(2))]), Loading()
+    await ipc.send_handles([engine], bucket, TwoRanks(HANDLES[1]))  # type: ignore[list-item]
+    assert engine.loaded == [(bucket, HANDLES)]
+    with pytest.raises(ValueError, match="a rank that shares a GPU with the engine could not share its bucket"):
+        await ipc.send_handles([engine], bucket, TwoRanks())  # type: ignore[list-item]
+    assert len(engine.loaded) == 1
+
+
+async def test_a_rank_that_cannot_share_its_bucket_keeps_nobody_waiting() -> None:
+    ranks = TwoRanks(HANDLES[1])
+    with pytest.raises(ValueError, match="only memory of a GPU can be shared"):
+        await ipc.send_handles([], Bucket.of([("a", torch.zeros(2))]), ranks)
+    await ipc.send_handles([], None, ranks)
+    assert ranks.gathered == [None, None]
 
 
 # ---------------------------------------------------------------------- seams

@@ -18,6 +18,7 @@ class SGLangDouble:
     Args:
         on_update: called after a bucket has arrived whole, with its number from 0 and the body if it is small.
         refuses: number of the bucket that is answered with 400.
+        hangs_up: number of the bucket that it takes the beginning of and then closes the connection.
         tp_size: what ``/server_info`` says.
     """
 
@@ -26,12 +27,13 @@ class SGLangDouble:
         *,
         on_update: Callable[[int, bytes], None] = lambda number, body: None,
         refuses: int | None = None,
+        hangs_up: int | None = None,
         tp_size: int = 1,
     ) -> None:
         self.url = ""
         self.calls: list[str] = []
         self.weight_version = "0"
-        self._on_update, self._refuses, self._tp_size = on_update, refuses, tp_size
+        self._on_update, self._refuses, self._hangs_up, self._tp_size = on_update, refuses, hangs_up, tp_size
         self._updates = 0
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
@@ -61,6 +63,8 @@ class SGLangDouble:
                     name, _, value = header.partition(b":")
                     if name.lower() == b"content-length":
                         length = int(value)
+                if path == "/update_weights_from_tensor" and self._updates == self._hangs_up:
+                    raise ConnectionError("as the test wants it")
                 status, answer = self._answer(path, await self._body(reader, length))
                 content = json.dumps(answer).encode()
                 writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(content)) + content)

@@ -23,7 +23,7 @@ from sglang_double import SGLangDouble
 
 BUCKETS = 8
 BUCKET_BYTES = 16 << 20
-ROOM = 2 << 20
+ROOM = 4 << 20
 """Bytes for connections, the chunks that are being encoded and sent, and objects of all kinds."""
 
 
@@ -104,16 +104,24 @@ async def test_a_push_holds_two_buckets_whatever_their_number(engines: int) -> N
     assert left < ROOM
 
 
-async def test_a_failed_push_lets_go_of_all_its_memory() -> None:
+@pytest.mark.parametrize(
+    ("fault", "says", "arrived"),
+    [
+        ({"refuses": 5}, "RuntimeError: engine0: .*no room for these weights", 6),
+        ({"hangs_up": 5}, "ConnectionError: engine0 lives but the connection .* was lost", 5),
+    ],
+    ids=["refused", "lost"],
+)
+async def test_a_failed_push_lets_go_of_all_its_memory(fault: dict[str, int], says: str, arrived: int) -> None:
     memory = Memory()
-    async with SGLangDouble(on_update=memory.look, refuses=5).serving() as server:
+    async with SGLangDouble(on_update=memory.look, **fault).serving() as server:  # type: ignore[arg-type]
         with memory.watching():
-            with pytest.raises(WeightPushFailed, match="no room for these weights") as caught:
+            with pytest.raises(WeightPushFailed, match=says) as caught:
                 await push(server, memory.buckets())
             left = memory.now
         assert server.weight_version == "broken:1"
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    assert len(memory.seen) == 6
+    assert caught.value.__cause__ is not None
+    assert len(memory.seen) == arrived
     assert max(memory.seen) <= 2 * BUCKET_BYTES + ROOM
     assert memory.flats == 0, "the error that the caller still has must not hold a bucket"
     assert left < ROOM

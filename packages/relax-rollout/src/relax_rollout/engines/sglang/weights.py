@@ -51,8 +51,12 @@ class UpdateBody:
         yield self._tail
 
     def clear(self) -> None:
-        """Lets go of the weights, whoever still holds the request: httpx ties request and response into a cycle."""
-        self._pickles = []
+        """Lets go of the weights, whoever still holds the request or was interrupted while sending it.
+
+        httpx ties request and response into a cycle, which would live until the garbage collector runs.
+        """
+        for pieces in self._pickles:
+            pieces.clear()
 
 
 def update_body(bucket: Bucket, handles: Sequence[IpcHandle] | None) -> UpdateBody:
@@ -114,13 +118,12 @@ class _Pickler(pickle.Pickler):
 
 
 def _base64(pieces: list[bytes]) -> Iterator[bytes]:
-    """Base64 of the pieces as if they were one."""
+    """Base64 of the pieces as if they were one. It holds none of them while it waits: see :meth:`UpdateBody.clear`."""
     rest = b""
-    for piece in pieces:
-        view = memoryview(piece)
-        for start in range(0, len(view), _CHUNK):
-            chunk = rest + view[start : start + _CHUNK]
+    for index, size in enumerate([len(piece) for piece in pieces]):
+        for start in range(0, size, _CHUNK):
+            chunk = rest + memoryview(pieces[index])[start : start + _CHUNK]
             whole = len(chunk) // 3 * 3
-            yield base64.b64encode(chunk[:whole])
             rest = chunk[whole:]
+            yield base64.b64encode(chunk[:whole])
     yield base64.b64encode(rest)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from relax_data.types import TrainBatch
 from relax_train.batching import Split, plan_micro_batches
+from relax_train.models.architectures import model_shape
 from relax_train.models.costs import cost_model
 from relax_train.settings import ParallelSettings
 from relax_train.settings.batch import BatchSettings
@@ -24,7 +25,7 @@ def test_the_cost_is_what_transformers_computes(kind: str, length: int, referenc
     )
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(input_ids=torch.arange(length)[None] % 96)
-    cost = cost_model(model.config)
+    cost = cost_model(model_shape(model.config.to_dict()))
     masked = cost.quadratic * length**2  # eager attention computes what the mask throws away, too
     assert counter.get_total_flops() == pytest.approx(float(cost(np.array(length))) + masked, rel=0.01)
 
@@ -69,7 +70,7 @@ def _batch(lengths: np.ndarray) -> TrainBatch:
 def test_ranks_are_evener_in_flops_than_by_tokens_and_the_cap_holds(
     kind: str, cp_size: int, lock_step: bool, forward_only: bool
 ) -> None:
-    cost, cap = cost_model(_shape(kind)), 16384
+    cost, cap = cost_model(model_shape(_shape(kind).to_dict())), 16384
     rng = np.random.default_rng(1)
     lengths = np.clip(rng.lognormal(6.5, 1.5, 64).astype(np.int64), 2, cap)
     lengths[5] = cap  # one sample fills a micro-batch

@@ -4,7 +4,6 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,32 +50,31 @@ def test_padding_of_the_vocabulary_has_no_probability(run_ranks: Any, harness: A
     ],
 )
 def test_configurations_that_are_not_built(change: dict[str, Any], words: str, reference: Any, tmp_path: Path) -> None:
-    from relax_train.models.build import load_hf_config
+    from relax_train.models.build import load_shape
 
     config = json.loads((reference("qwen3").folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=words):
-        load_hf_config(str(tmp_path))
+        load_shape(str(tmp_path))
 
 
 def test_rope_base_of_old_and_new_configurations() -> None:
-    from relax_train.models.build import rope_theta
+    from relax_train.models.architectures.base import Architecture
 
-    assert rope_theta(SimpleNamespace(rope_theta=5e5)) == 5e5
-    assert rope_theta(SimpleNamespace(rope_parameters={"rope_type": "default", "rope_theta": 1e6})) == 1e6
+    plain = Architecture(model_type="plain", class_name="PlainForCausalLM")
+    assert plain.rope_theta({"rope_theta": 5e5}) == 5e5
+    assert plain.rope_theta({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}) == 1e6
     with pytest.raises(ValueError, match="rope_theta"):
-        rope_theta(SimpleNamespace())
+        plain.rope_theta({})
 
 
 def test_layers_with_experts() -> None:
-    from relax_train.models.build import expert_layers
+    from relax_train.models.architectures import ARCHITECTURES
 
-    config = SimpleNamespace(
-        model_type="qwen3_moe", num_hidden_layers=5, mlp_only_layers=[3], decoder_sparse_step=2, num_experts=4
-    )
-    assert expert_layers(config) == [False, True, False, False, False]
-    config.model_type = "qwen3"
-    assert not any(expert_layers(config))
+    config = {"mlp_only_layers": [3], "decoder_sparse_step": 2, "num_experts": 4}
+    kinds = ARCHITECTURES["qwen3_moe"].layer_kinds(config, 5)
+    assert [kind == "experts" for kind in kinds] == [False, True, False, False, False]
+    assert set(ARCHITECTURES["qwen3"].layer_kinds(config, 5)) == {"dense"}
 
 
 def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

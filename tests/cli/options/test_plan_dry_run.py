@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_cli.checks.model_facts import ModelFacts
 from relax_cli.checks.plan import plan_text
 from relax_cli.cluster.placement import Placement
 from relax_cli.config.resolution import resolve
 from relax_cli.main import main
+from relax_train.models.architectures import model_shape
+from relax_train.models.shape import ModelShape
 
 QWEN3_4B_8_GPUS = (
     "--colocate --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
@@ -68,10 +69,10 @@ def test_recommended_qwen3_30b_a3b(
     assert "staleness at most 1" in row(text, "mode")
 
 
-def facts(workspace: Path, name: str) -> ModelFacts:
+def facts(workspace: Path, name: str) -> ModelShape:
     import json
 
-    return ModelFacts.from_config(json.loads((workspace / name / "config.json").read_text()))
+    return model_shape(json.loads((workspace / name / "config.json").read_text()))
 
 
 def test_sizes_of_known_models(workspace: Path) -> None:
@@ -101,7 +102,7 @@ def test_size_of_a_small_model_equals_what_transformers_builds(tiny_model: Path)
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     built = sum(p.numel() for p in model.parameters())
-    assert ModelFacts.from_config(json.loads((tiny_model / "config.json").read_text())).parameters == built
+    assert model_shape(json.loads((tiny_model / "config.json").read_text())).parameters == built
 
 
 def placement(**sizes: Any) -> Placement:

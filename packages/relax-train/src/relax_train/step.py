@@ -63,7 +63,7 @@ class ForwardBackward:
             cp_rank=parallel.cp_rank,
             sequence_size=parallel.tp_size if settings.parallel.sequence_parallel else 1,
             lock_step=parallel.experts_span_data_parallel,
-            cost=cost_model(model.hf_config),
+            cost=cost_model(model.shape),
         )
 
     def plan(self, samples: Lengths, *, forward_only: bool) -> Plan:

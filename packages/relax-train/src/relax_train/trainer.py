@@ -89,7 +89,7 @@ class Trainer:
         self._model = build_model(settings, self._parallel)
         if settings.algorithm.needs_reference and settings.model.ref_load is not None:
             try:
-                check_same_architecture(self._model.hf_config, settings.model.ref_load)
+                check_same_architecture(self._model.shape, settings.model.ref_load)
                 load_hf_weights(self._model, settings.model.ref_load)
             except ValueError as error:
                 raise ValueError(f"--ref-load: {error}") from error

@@ -11,10 +11,10 @@ from relax_data.options import flag
 from relax_data.readers.files import resolve_files
 from relax_train.checkpoint import manifest
 from relax_train.checkpoint.folders import CheckpointError
+from relax_train.models.architectures import model_shape
 from relax_train.settings.checkpoint import LATEST, ROLLOUT_ID
 from relax_train.settings.model import read_hf_config
 
-from relax_cli.checks.model_facts import ModelFacts
 from relax_cli.checks.weight_files import weight_problems
 from relax_cli.cluster.placement import SIZES
 from relax_cli.config.derive import PATHS
@@ -174,17 +174,17 @@ def _weight_problems(config: RunConfig) -> Problems:
     for option, folder in (("--hf-checkpoint", model.hf_checkpoint), ("--ref-load", model.ref_load)):
         if not folder or not os.path.isdir(folder):
             continue
-        facts = None
+        shape = None
         with contextlib.suppress(ValueError):  # that is said elsewhere
             hf_config = read_hf_config(folder)
             if not hf_config.get("quantization_config"):
-                facts = ModelFacts.from_config(hf_config)
+                shape = model_shape(hf_config)
             elif not config.debug.debug_rollout_only:
                 found.append(
                     f"{option}: {folder} is quantised (quantization_config in config.json), which is for generation "
                     "only: use the model in bfloat16 or float32"
                 )
-        found += [f"{option}: {problem}" for problem in weight_problems(Path(folder), facts)]
+        found += [f"{option}: {problem}" for problem in weight_problems(Path(folder), shape)]
     return found
 
 

@@ -3,9 +3,9 @@
 import dataclasses
 
 from relax_train.batching import Split
+from relax_train.models.architectures import model_shape
 from relax_train.settings.model import read_hf_config
 
-from relax_cli.checks.model_facts import ModelFacts
 from relax_cli.config.run_config import RunConfig
 
 ENGINE_MARGIN = 6
@@ -38,7 +38,7 @@ def context_lengths(config: RunConfig) -> ContextLengths:
     asked = config.rollout.rollout_max_context_len
     # SGLang also takes 32k and the like; such a value is left to it.
     by_hand = str(config.sglang.sglang_extra.get("context_length", ""))
-    model = ModelFacts.from_config(read_hf_config(config.train.model.hf_checkpoint)).max_positions
+    model = model_shape(read_hf_config(config.train.model.hf_checkpoint)).max_positions
     holds = int(by_hand) if by_hand.isdigit() else model
     engine = None
     sample = None if holds is None else holds - ENGINE_MARGIN

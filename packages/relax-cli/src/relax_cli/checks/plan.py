@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 
 from relax_data.options import flag
+from relax_train.models.architectures import model_shape
+from relax_train.models.shape import ModelShape
 from relax_train.settings.model import read_hf_config
 
 from relax_cli.checks.lengths import context_lengths, micro_batch_tokens
-from relax_cli.checks.model_facts import ModelFacts
 from relax_cli.cluster.placement import Placement
 from relax_cli.config.run_config import RunConfig
 
@@ -17,14 +18,14 @@ GB = 1e9
 
 def plan_text(config: RunConfig) -> str:
     """The plan as plain text, one aligned table a topic."""
-    facts = ModelFacts.from_config(read_hf_config(config.train.model.hf_checkpoint))
+    shape = model_shape(read_hf_config(config.train.model.hf_checkpoint))
     topics: list[tuple[str, Rows]] = [
         ("Run", _run(config)),
-        ("Model", _model(config, facts)),
+        ("Model", _model(config, shape)),
         ("Processes and placement", _processes(config)),
         ("Parallel layout of the trainer", _parallel(config)),
         ("Batches", _batches(config)),
-        ("Memory of one GPU" if _on_gpu(config) else "Memory", _memory(config, facts)),
+        ("Memory of one GPU" if _on_gpu(config) else "Memory", _memory(config, shape)),
         ("Files it will write", _files(config)),
     ]
     lines = [f"Plan of run {config.name}: nothing was started"]
@@ -70,13 +71,13 @@ def _run(config: RunConfig) -> Rows:
     return rows
 
 
-def _model(config: RunConfig, facts: ModelFacts) -> Rows:
-    experts = f", {facts.experts} experts of which {facts.experts_per_token} a token" if facts.experts else ""
+def _model(config: RunConfig, shape: ModelShape) -> Rows:
+    experts = f", {shape.experts} experts of which {shape.experts_per_token} a token" if shape.experts else ""
     precision = "bfloat16, float32 master weights" if _bf16(config) else "float32"
     return [
         ("checkpoint", config.train.model.hf_checkpoint),
-        ("kind", f"{facts.model_type}, {facts.layers} layers, hidden {facts.hidden}, {facts.heads} heads{experts}"),
-        ("parameters", f"{facts.parameters / 1e9:.2f} B" if facts.parameters > 1e8 else f"{facts.parameters:,}"),
+        ("kind", f"{shape.model_type}, {shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads{experts}"),
+        ("parameters", f"{shape.parameters / 1e9:.2f} B" if shape.parameters > 1e8 else f"{shape.parameters:,}"),
         ("precision", precision),
     ]
 
@@ -184,34 +185,34 @@ def _why_longest(config: RunConfig, longest: int) -> str:
     return "the least of --rollout-max-context-len and what the model holds"
 
 
-def _memory(config: RunConfig, facts: ModelFacts) -> Rows:
+def _memory(config: RunConfig, shape: ModelShape) -> Rows:
     placement = config.placement
     if placement is None:
         return []
     rows: Rows = []
     if not config.debug.debug_rollout_only:
-        rows += _trainer_memory(config, facts, placement)
+        rows += _trainer_memory(config, shape, placement)
     if not config.debug.debug_train_only:
-        rows += _engine_memory(config, facts, placement)
+        rows += _engine_memory(config, shape, placement)
     return rows
 
 
-def _trainer_memory(config: RunConfig, facts: ModelFacts, placement: Placement) -> Rows:
+def _trainer_memory(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows:
     offload = config.train.parallel.optimizer_cpu_offload
-    device, host = facts.training_bytes(placement, bf16=_bf16(config), offload=offload)
+    device, host = shape.training_bytes(placement, bf16=_bf16(config), offload=offload)
     rows = [("trainer: weights, gradients, optimizer", f"{_size(device)} a rank, activations come on top")]
     if host:
         rows.append(("trainer: optimizer on the host", f"{_size(host)} a rank"))
     tokens = config.train.batch.max_tokens_per_gpu
     if tokens is not None:
-        rows.append(("trainer: logits in float32", f"{_size(4 * tokens * facts.vocab // placement.tp)} a micro-batch"))
+        rows.append(("trainer: logits in float32", f"{_size(4 * tokens * shape.vocab // placement.tp)} a micro-batch"))
     return rows
 
 
-def _engine_memory(config: RunConfig, facts: ModelFacts, placement: Placement) -> Rows:
+def _engine_memory(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows:
     width = 2 if _bf16(config) else 4
-    weights = facts.parameters * width // placement.gpus_per_engine
-    token = 2 * facts.layers * facts.kv_heads * facts.head_dim * width
+    weights = shape.parameters * width // placement.gpus_per_engine
+    token = shape.kv_cache_bytes(width)
     share = f", of --sglang-mem-fraction-static {config.sglang.sglang_mem_fraction_static} of the GPU"
     return [
         ("engine: weights", _size(weights) + (share if placement.device == "cuda" else "")),

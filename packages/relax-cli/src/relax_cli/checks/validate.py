@@ -6,11 +6,11 @@ from typing import Any
 
 from relax_data.options import flag, given_flags
 from relax_data.readers.files import resolve_files
-from relax_train.settings.model import MODEL_TYPES, read_hf_config
+from relax_train.models.architectures import ARCHITECTURES, model_shape, unsupported
+from relax_train.settings.model import read_hf_config
 
 from relax_cli.checks.file_checks import file_needs, file_problems
 from relax_cli.checks.lengths import ENGINE_MARGIN, micro_batch_tokens
-from relax_cli.checks.model_facts import ModelFacts
 from relax_cli.cluster.placement import SIZES, local_gpus
 from relax_cli.config.run_config import RunConfig
 
@@ -156,28 +156,30 @@ def _model_problems(config: RunConfig) -> Problems:
         hf_config = read_hf_config(config.train.model.hf_checkpoint)
     except ValueError:
         return []
+    if unsupported(hf_config):
+        return []
     try:
-        facts = ModelFacts.from_config(hf_config)
+        shape = model_shape(hf_config)
     except ValueError as error:
         return [f"--hf-checkpoint {config.train.model.hf_checkpoint}: {error}"]
     found = []
     if config.placement is not None and not config.debug.debug_rollout_only:
         parallel = config.train.parallel
         sizes = [n for n in SIZES if (getattr(parallel, n) or 1) > 1]
-        for problem in parallel.model_problems(hf_config, config.placement.train_ranks):
+        for problem in parallel.model_problems(shape.as_config(), config.placement.train_ranks):
             # Those about the number of ranks speak of TP and PP: say which flags that are.
             found.append(problem if "--" in problem else f"{problem} ({given_flags(sizes)})")
     tp = config.sglang.rollout_num_gpus_per_engine
-    if tp > 1 and facts.heads % tp:
+    if tp > 1 and shape.heads % tp:
         found.append(
-            f"--rollout-num-gpus-per-engine {tp} does not divide the model's num_attention_heads {facts.heads}: "
+            f"--rollout-num-gpus-per-engine {tp} does not divide the model's num_attention_heads {shape.heads}: "
             "choose a divisor of it"
         )
     longest = config.rollout.rollout_max_context_len
-    if longest is not None and facts.max_positions is not None and longest > facts.max_positions:
+    if longest is not None and shape.max_positions is not None and longest > shape.max_positions:
         found.append(
             f"--rollout-max-context-len {longest} is more than the model's max_position_embeddings "
-            f"{facts.max_positions}: lower it"
+            f"{shape.max_positions}: lower it"
         )
     return found
 
@@ -304,7 +306,7 @@ def _start_needs(config: RunConfig) -> Problems:
     if config.data.multimodal_keys:
         found.append(
             "--multimodal-keys is planned and checked by this version, but the models that it trains "
-            f"({', '.join(MODEL_TYPES)}) read text only: remove it, and --mm-processor-pool-size with it"
+            f"({', '.join(ARCHITECTURES)}) read text only: remove it, and --mm-processor-pool-size with it"
         )
     found += file_needs(config)
     return found

@@ -1,11 +1,12 @@
 """Whether the safetensors files of a model folder are whole and belong to its ``config.json``, by their headers."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from relax_cli.checks.model_facts import ModelFacts
+from relax_train.models.shape import ModelShape
 
 _FIX = "they are of different models: download the whole folder again"
 _INDEX = "model.safetensors.index.json"
@@ -14,11 +15,11 @@ _LARGEST_HEADER = 100_000_000
 Shapes = dict[str, tuple[int, ...]]
 
 
-def weight_problems(folder: Path, facts: ModelFacts | None) -> list[str]:
+def weight_problems(folder: Path, model: ModelShape | None) -> list[str]:
     """What is wrong with the weights of a folder; nothing when it has none at all.
 
     Args:
-        facts: what ``config.json`` says of the model; None skips the comparison.
+        model: what ``config.json`` says of the model; None skips the comparison.
     """
     shapes: Shapes = {}
     try:
@@ -36,8 +37,8 @@ def weight_problems(folder: Path, facts: ModelFacts | None) -> list[str]:
             found.append(f"{path} {error}; download it again")
     missing = sorted(name for name in named or () if not os.path.isfile(folder / name))
     found += [f"{folder / name} is missing: {_INDEX} names it; download it" for name in missing]
-    if not found and shapes and facts is not None:
-        found += _differences(folder, shapes, facts)
+    if not found and shapes and model is not None:
+        found += _differences(folder, shapes, model)
     return found
 
 
@@ -80,21 +81,29 @@ def _named(folder: Path) -> set[str] | None:
     return set(map(str, json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
 
 
-def _differences(folder: Path, shapes: Shapes, facts: ModelFacts) -> list[str]:
+def _differences(folder: Path, shapes: Shapes, model: ModelShape) -> list[str]:
     """Tensors of other shapes than ``config.json`` says, and layers too few or too many; the first of them."""
-    q, kv = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
-    expected: Shapes = {"model.embed_tokens.weight": (facts.vocab, facts.hidden)}
-    for layer in (0, facts.layers - 1):
-        prefix = f"model.layers.{layer}."
-        expected[f"{prefix}self_attn.q_proj.weight"] = (q, facts.hidden)
-        expected[f"{prefix}self_attn.k_proj.weight"] = (kv, facts.hidden)
-        if not facts.experts:
-            expected[f"{prefix}mlp.gate_proj.weight"] = (facts.intermediate, facts.hidden)
-    for name, shape in expected.items():
+    for name, shape in _telling(model).items():
         if shapes.get(name) != shape:
             has = f"{name} {list(shapes[name])}" if name in shapes else f"no {name}"
             return [f"{folder}: config.json asks for {name} {list(shape)}, but the weights have {has}; {_FIX}"]
-    beyond = [name for name in shapes if name.startswith(f"model.layers.{facts.layers}.")]
+    one_more = {name for kind in model.weights for name, _ in model.layer_tensors(model.layers, kind)}
+    beyond = [name for name in shapes if name in one_more]
     if beyond:
-        return [f"{folder}: config.json says {facts.layers} layers, but the weights have {beyond[0]} too; {_FIX}"]
+        return [f"{folder}: config.json says {model.layers} layers, but the weights have {beyond[0]} too; {_FIX}"]
     return []
+
+
+def _telling(model: ModelShape) -> Shapes:
+    """The tensors that tell one model from another: the embedding, and in the first and the last layer one of each
+    size among those that the trainer keeps together (queries, keys, dense MLP). Experts are left out: a file may hold
+    them stacked.
+    """
+    found = dict(model.named(model.embedding_weight))
+    for layer in (0, model.layers - 1):
+        for weight in model.weights[model.kinds[layer]]:
+            if len(weight.tensors) > 1 and not weight.of_expert:
+                first_of = {tensor.dims: tensor for tensor in reversed(weight.tensors)}
+                one_each = tuple(tensor for tensor in weight.tensors if first_of[tensor.dims] is tensor)
+                found |= model.named(dataclasses.replace(weight, tensors=one_each), layer=layer)
+    return found

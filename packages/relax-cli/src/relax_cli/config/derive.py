@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from relax_train.settings.model import experts_key, read_hf_config
+from relax_train.models.architectures import model_shape
+from relax_train.settings.model import read_hf_config
 
-from relax_cli.checks.model_facts import ModelFacts
 from relax_cli.cluster.placement import local_gpus
 
 PATHS = (
@@ -76,15 +76,14 @@ def _plans_gpus(values: dict[str, Any], given: frozenset[str]) -> bool:
     if values["fully_async"] or given & {"num_gpus_per_node", "rollout_num_gpus", "actor_num_nodes"}:
         return True
     try:
-        return ModelFacts.from_config(read_hf_config(values["hf_checkpoint"])).parameters > LARGEST_CPU_MODEL
+        return model_shape(read_hf_config(values["hf_checkpoint"])).parameters > LARGEST_CPU_MODEL
     except ValueError:
         return False
 
 
 def _experts(folder: str) -> bool:
     try:
-        config = read_hf_config(folder)
-        return bool(config.get(experts_key(config)))
+        return model_shape(read_hf_config(folder)).experts > 0
     except ValueError:
         return False
 

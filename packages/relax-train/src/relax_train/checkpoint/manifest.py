@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from relax_train.checkpoint.folders import FILES, CheckpointError, checkpoints, latest_rollout, place
+from relax_train.models.architectures.base import SHAPE_KEYS, experts_key
 from relax_train.settings.checkpoint import LATEST
-from relax_train.settings.model import SHAPE_KEYS, experts_key
 
 FORMAT = 1
 MANIFEST = "relax.json"

@@ -39,10 +39,12 @@ from relax_train.backend.mcore import (
     TransformerConfig,
 )
 from relax_train.backend.parallel import ParallelState
+from relax_train.models.architectures import model_shape
 from relax_train.models.experts import use_grouped_products
 from relax_train.models.layers import stage_spec
+from relax_train.models.shape import ModelShape
 from relax_train.settings import TrainSettings
-from relax_train.settings.model import MODEL_TYPES, SHAPE_KEYS, read_hf_config
+from relax_train.settings.model import read_hf_config
 
 PADDING_LOGIT = -1e30
 """Logit of vocabulary entries that exist only to make the vocabulary divisible; its softmax is exactly 0."""
@@ -55,24 +57,20 @@ class Model:
     Attributes:
         chunks: what a forward-backward schedule calls: DDP-wrapped when trainable, bare GPTModel otherwise.
         config: megatron-core's; the schedules read their hooks from it.
-        hf_config: the transformers configuration it was built from.
+        shape: sizes and weights, from the ``config.json`` it was built from.
         hf_folder: folder of that configuration (tokenizer files are copied from there).
         config_json: that configuration as its file had it; a save needs nothing of the folder.
-        vocab_size: entries of the vocabulary, as in the Hugging Face checkpoint.
-        padded_vocab_size: the same, raised to a multiple of the tensor-parallel size.
-        tied: whether the output layer shares the weights of the input embedding.
+        padded_vocab_size: entries of the vocabulary, raised to a multiple of the tensor-parallel size.
         trainable: whether it has gradient buffers.
     """
 
     chunks: list[Any]
     config: TransformerConfig
     parallel: ParallelState
-    hf_config: Any
+    shape: ModelShape
     hf_folder: str
     config_json: dict[str, Any]
-    vocab_size: int
     padded_vocab_size: int
-    tied: bool
     trainable: bool
 
     @property
@@ -81,127 +79,87 @@ class Model:
         return [chunk.module if self.trainable else chunk for chunk in self.chunks]
 
     @property
+    def vocab_size(self) -> int:
+        """Entries of the vocabulary, as in the Hugging Face checkpoint."""
+        return self.shape.vocab
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer shares the weights of the input embedding."""
+        return self.shape.tied
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the parameters."""
         dtype: torch.dtype = self.config.params_dtype
         return dtype
 
 
-def load_hf_config(folder: str) -> Any:
-    """The transformers configuration of a folder.
+def load_shape(folder: str) -> ModelShape:
+    """The shape of the model in a Hugging Face folder, from its ``config.json``.
 
     Raises:
         ValueError: it asks for something this package does not build; the message names the key.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-
-    def refuse(what: str) -> None:
-        raise ValueError(f"{folder}/config.json: {what} is not supported; use a Qwen2, Qwen3 or Qwen3-MoE checkpoint")
-
-    if config.model_type not in MODEL_TYPES:
-        refuse(f"model_type {config.model_type!r}")
-    if config.hidden_act != "silu":
-        refuse(f"hidden_act {config.hidden_act!r}")
-    if getattr(config, "use_sliding_window", False):
-        refuse("use_sliding_window")
-    if getattr(config, "attention_bias", False):
-        refuse("attention_bias")
-    if getattr(config, "quantization_config", None):  # its numbers mean nothing without the scales beside them
-        refuse("quantization_config")
-    rope_theta(config)
-    return config
-
-
-def rope_theta(hf_config: Any) -> float:
-    """Base of the rotary embedding, from ``rope_parameters`` (transformers 5) or ``rope_theta`` (before).
-
-    Raises:
-        ValueError: the embedding is scaled (yarn, linear, ...).
-    """
-    parameters = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
+    config = read_hf_config(folder)
+    try:
+        shape = model_shape(config)
+    except ValueError as error:
+        raise ValueError(str(error).replace("config.json", f"{folder}/config.json", 1)) from error
+    if config.get("quantization_config"):  # its numbers mean nothing without the scales beside them
         raise ValueError(
-            f"config.json: rope type {kind!r} is not supported; remove it to train at the model's native context length"
+            f"{folder}/config.json: quantization_config is not supported; use the model in bfloat16 or float32"
         )
-    theta = parameters.get("rope_theta", getattr(hf_config, "rope_theta", None))
-    if theta is None:
-        raise ValueError("config.json: neither rope_parameters.rope_theta nor rope_theta is there; add one of them")
-    return float(theta)
+    return shape
 
 
-_ARCHITECTURE = (
-    *SHAPE_KEYS,
-    "rms_norm_eps",
-    "num_experts_per_tok",
-    "norm_topk_prob",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-)
-
-
-def check_same_architecture(hf_config: Any, folder: str) -> None:
-    """Refuses weights that the model of ``hf_config`` could load but would not compute with as they were trained.
+def check_same_architecture(shape: ModelShape, folder: str) -> None:
+    """Refuses weights that the model of ``shape`` could load but would not compute with as they were trained.
 
     Raises:
         ValueError: the configuration in ``folder`` differs; the message names the keys.
     """
-    other = load_hf_config(folder)
-    pairs = {key: (getattr(hf_config, key, None), getattr(other, key, None)) for key in _ARCHITECTURE}
-    pairs["rope_theta"] = (rope_theta(hf_config), rope_theta(other))
-    differing = [f"{key} {b!r} instead of {a!r}" for key, (a, b) in pairs.items() if (a or None) != (b or None)]
+    other = load_shape(folder)
+    ours, theirs = shape.as_config(), other.as_config()
+    differing = [f"{key} {theirs[key]!r} instead of {ours[key]!r}" for key in ours if theirs[key] != ours[key]]
     if differing:
         raise ValueError(f"{folder}/config.json has {', '.join(differing)}: the models must have the same architecture")
 
 
-def expert_layers(hf_config: Any) -> list[bool]:
-    """For each layer, whether its MLP is a mixture of experts."""
-    if hf_config.model_type != "qwen3_moe":
-        return [False] * hf_config.num_hidden_layers
-    dense, step = set(hf_config.mlp_only_layers or ()), hf_config.decoder_sparse_step
-    return [
-        i not in dense and hf_config.num_experts > 0 and (i + 1) % step == 0 for i in range(hf_config.num_hidden_layers)
-    ]
-
-
-def _moe_options(hf_config: Any) -> dict[str, Any]:
-    layers = expert_layers(hf_config)
-    if not any(layers):
+def _moe_options(shape: ModelShape) -> dict[str, Any]:
+    if not shape.experts:
         return {}
     return {
-        "num_moe_experts": hf_config.num_experts,
-        "moe_router_topk": hf_config.num_experts_per_tok,
-        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
-        "moe_layer_freq": [int(flag) for flag in layers],
+        "num_moe_experts": shape.experts,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.expert_ffn,
+        "moe_layer_freq": [int(kind == "experts") for kind in shape.kinds],
         "moe_grouped_gemm": False,
         # Softmax over the chosen experts is softmax over all, renormalised.
-        "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+        "moe_router_pre_softmax": not shape.renormalised,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
     }
 
 
-def transformer_config(settings: TrainSettings, parallel: ParallelState, hf_config: Any) -> TransformerConfig:
+def transformer_config(settings: TrainSettings, parallel: ParallelState, shape: ModelShape) -> TransformerConfig:
     """megatron-core's configuration of the model."""
     options, dtype = settings.parallel, default_dtype(settings.model.bf16)
-    heads = hf_config.num_attention_heads
     return TransformerConfig(
-        num_layers=hf_config.num_hidden_layers,
-        hidden_size=hf_config.hidden_size,
-        ffn_hidden_size=hf_config.intermediate_size,
-        num_attention_heads=heads,
-        num_query_groups=hf_config.num_key_value_heads or heads,
-        kv_channels=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
         normalization="RMSNorm",
-        layernorm_epsilon=hf_config.rms_norm_eps,
+        layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=hf_config.model_type == "qwen2",
-        qk_layernorm=hf_config.model_type in ("qwen3", "qwen3_moe"),
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,
@@ -232,7 +190,7 @@ def transformer_config(settings: TrainSettings, parallel: ParallelState, hf_conf
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         cross_entropy_loss_fusion=False,
-        **_moe_options(hf_config),
+        **_moe_options(shape),
     )
 
 
@@ -258,28 +216,25 @@ def build_model(
         ValueError: the model or the parallel sizes are not supported; the message names what.
     """
     folder = folder or settings.model.hf_checkpoint
-    hf_config = load_hf_config(folder)
-    problems = settings.parallel.model_problems(hf_config.to_dict(), parallel.world_size)
+    shape = load_shape(folder)
+    problems = settings.parallel.model_problems(shape.as_config(), parallel.world_size)
     if problems:
         raise ValueError("; ".join(problems))
-    vocab = hf_config.vocab_size
+    vocab = shape.vocab
     padded = -(-vocab // parallel.tp_size) * parallel.tp_size
-    layers = expert_layers(hf_config)
-    per_stage = len(layers) // parallel.pp_size
+    per_stage = shape.layers // parallel.pp_size
     first = parallel.pp_rank * per_stage
     with DeviceContext():
-        config = transformer_config(settings, parallel, hf_config)
+        config = transformer_config(settings, parallel, shape)
         gpt = GPTModel(
             config=config,
-            transformer_layer_spec=stage_spec(
-                config, layers[first : first + per_stage], rope_theta=rope_theta(hf_config)
-            ),
+            transformer_layer_spec=stage_spec(config, shape, shape.kinds[first : first + per_stage]),
             vocab_size=padded,
-            max_sequence_length=hf_config.max_position_embeddings,
+            max_sequence_length=shape.max_positions or 0,  # for learned positions, which this model has not
             pre_process=parallel.is_first_stage,
             post_process=parallel.is_last_stage,
             position_embedding_type="none",  # PackedAttention rotates, all documents of a row at once
-            share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
+            share_embeddings_and_output_weights=shape.tied,
         ).to(parallel.device)
         use_grouped_products(gpt)
         if parallel.is_last_stage and padded > vocab and parallel.tp_rank == parallel.tp_size - 1:
@@ -295,11 +250,9 @@ def build_model(
         chunks=[chunk],
         config=config,
         parallel=parallel,
-        hf_config=hf_config,
+        shape=shape,
         hf_folder=folder,
         config_json=read_hf_config(folder),
-        vocab_size=vocab,
         padded_vocab_size=padded,
-        tied=bool(hf_config.tie_word_embeddings),
         trainable=trainable,
     )

@@ -13,7 +13,7 @@ from relax_data.weights import Bucket
 from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.parallel import ParallelState
 from relax_train.models.build import Model
-from relax_train.models.hf_mapping import Entry, entries, is_copy
+from relax_train.models.hf_mapping import Entry, entries
 
 _KNOWN: "weakref.WeakKeyDictionary[Model, list[_Item]]" = weakref.WeakKeyDictionary()
 """Tensors of each model: names and shapes stay as they are, so the ranks tell each other once."""
@@ -39,7 +39,7 @@ class _Item:
 
 
 def _own_entries(model: Model) -> list[Entry]:
-    return [entry for entry in entries(model) if not is_copy(entry, model.parallel)]
+    return [entry for entry in entries(model) if not entry.is_copy]
 
 
 def _items(model: Model, own: list[Entry]) -> list[_Item]:

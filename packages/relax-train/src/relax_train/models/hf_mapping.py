@@ -1,4 +1,4 @@
-"""Which megatron-core parameter is which Hugging Face tensor, and loading one from the other.
+"""The parameters of this rank with their Hugging Face tensors, and loading one from the other.
 
 The map is one list of :class:`Entry`: a parameter of this rank, the Hugging Face tensors it holds a part of, and how
 these are cut over ranks. Loading and export both walk it, so they cannot disagree.
@@ -7,18 +7,17 @@ these are cut over ranks. Loading and export both walk it, so they cannot disagr
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from relax_train.backend.device_context import DeviceContext
-from relax_train.backend.parallel import ParallelState
 from relax_train.models.build import Model
+from relax_train.models.shape import Weight
 
 Tensors = list[torch.Tensor]
-EMBEDDING = "model.embed_tokens.weight"
 
 
 def _only(tensors: Tensors) -> torch.Tensor:
@@ -42,6 +41,7 @@ class Entry:
         split: the inverse; views where possible.
         expert: number of the expert in the whole model, or None.
         rows: for a padded vocabulary, the rows that the Hugging Face tensor has.
+        is_copy: the last stage's copy of a tied embedding, which is no tensor of its own.
     """
 
     param: torch.Tensor
@@ -52,6 +52,7 @@ class Entry:
     split: Callable[[torch.Tensor], Tensors] = _alone
     expert: int | None = None
     rows: int | None = None
+    is_copy: bool = False
 
     @property
     def parts(self) -> int:
@@ -93,62 +94,60 @@ class _QKV:
         return [t.flatten(0, 1) for t in grouped.split(sizes, 1)]
 
 
-def _chunk2(param: torch.Tensor) -> Tensors:
-    return list(param.chunk(2))
+def _entry(module: torch.nn.Module, weight: Weight, model: Model, numbers: Mapping[str, int], local: int = 0) -> Entry:
+    """The entry of a weight of ``module``, which is a layer or the whole model.
 
-
-def _mlp_entries(mlp: Any, prefix: str, group: dist.ProcessGroup, expert: int | None = None) -> Iterator[Entry]:
-    names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
-    yield Entry(mlp.linear_fc1.weight, names, 0, group, torch.cat, _chunk2, expert=expert)
-    yield Entry(mlp.linear_fc2.weight, (f"{prefix}down_proj.weight",), 1, group, expert=expert)
+    Args:
+        numbers: what the names of its tensors are filled in with.
+        local: number of the expert on this rank.
+    """
+    parallel, config = model.parallel, model.config
+    param = module.get_parameter(weight.module.format(expert=local))
+    names = tuple(tensor.name.format(**numbers) for tensor in weight.tensors)
+    cut_over = parallel.etp_group if weight.of_expert else parallel.tp_group
+    how: dict[str, Any] = {"dim": weight.cut, "group": None if weight.cut is None else cut_over}
+    if weight.join == "qkv":
+        qkv = _QKV(config.num_attention_heads // config.num_query_groups, config.kv_channels)
+        how |= {"join": qkv.join, "split": qkv.split}
+    elif len(names) > 1:
+        how |= {"join": torch.cat, "split": lambda held: list(held.chunk(len(names)))}
+    if "vocab" in weight.tensors[0].dims:
+        how["rows"] = model.vocab_size
+    return Entry(param, names, expert=numbers["expert"] if weight.of_expert else None, **how)
 
 
 def _layer_entries(layer: Any, model: Model) -> Iterator[Entry]:
-    parallel, config = model.parallel, model.config
-    prefix = f"model.layers.{layer.layer_number - 1}."
-    attention, tp = layer.self_attention, parallel.tp_group
-    yield Entry(layer.input_layernorm.weight, (f"{prefix}input_layernorm.weight",))
-    qkv = _QKV(config.num_attention_heads // config.num_query_groups, config.kv_channels)
-    for kind in ("weight", "bias") if config.add_qkv_bias else ("weight",):
-        names = tuple(f"{prefix}self_attn.{x}_proj.{kind}" for x in "qkv")
-        yield Entry(getattr(attention.linear_qkv, kind), names, 0, tp, qkv.join, qkv.split)
-    if config.qk_layernorm:
-        yield Entry(attention.q_layernorm.weight, (f"{prefix}self_attn.q_norm.weight",))
-        yield Entry(attention.k_layernorm.weight, (f"{prefix}self_attn.k_norm.weight",))
-    yield Entry(attention.linear_proj.weight, (f"{prefix}self_attn.o_proj.weight",), 1, tp)
-    yield Entry(layer.pre_mlp_layernorm.weight, (f"{prefix}post_attention_layernorm.weight",))
-    experts = getattr(layer.mlp, "experts", None)
-    if experts is None:
-        yield from _mlp_entries(layer.mlp, f"{prefix}mlp.", tp)
-        return
-    yield Entry(layer.mlp.router.weight, (f"{prefix}mlp.gate.weight",))
-    first = parallel.ep_rank * len(experts.local_experts)
-    for i, expert in enumerate(experts.local_experts, start=first):
-        yield from _mlp_entries(expert, f"{prefix}mlp.experts.{i}.", parallel.etp_group, expert=i)
+    number, shape = layer.layer_number - 1, model.shape
+    weights = shape.weights[shape.kinds[number]]
+    for weight in weights:
+        if not weight.of_expert:
+            yield _entry(layer, weight, model, {"layer": number})
+    of_expert = [weight for weight in weights if weight.of_expert]
+    here = shape.experts // model.parallel.ep_size if of_expert else 0
+    for local in range(here):
+        expert = model.parallel.ep_rank * here + local
+        for weight in of_expert:
+            yield _entry(layer, weight, model, {"layer": number, "expert": expert}, local)
 
 
 def entries(model: Model) -> Iterator[Entry]:
     """The parameters of this rank, in the order of the forward pass.
 
-    Where the last pipeline stage keeps a copy of a tied embedding, that is the last entry (:func:`is_copy`).
+    Where the last pipeline stage keeps a copy of a tied embedding, that is the last entry.
     """
-    tp, rows = model.parallel.tp_group, model.vocab_size
+    shape = model.shape
     for gpt in model.gpt:
         if gpt.pre_process:
-            yield Entry(gpt.embedding.word_embeddings.weight, (EMBEDDING,), 0, tp, rows=rows)
+            yield _entry(gpt, shape.embedding_weight, model, {})
         for layer in gpt.decoder.layers:
             yield from _layer_entries(layer, model)
         if gpt.post_process:
-            yield Entry(gpt.decoder.final_layernorm.weight, ("model.norm.weight",))
-            if not model.tied:
-                yield Entry(gpt.output_layer.weight, ("lm_head.weight",), 0, tp, rows=rows)
+            yield _entry(gpt, shape.final_norm_weight, model, {})
+            if not shape.tied:
+                yield _entry(gpt, shape.head_weight, model, {})
             elif not gpt.pre_process:
-                yield Entry(gpt.output_layer.weight, (EMBEDDING,), 0, tp, rows=rows)
-
-
-def is_copy(entry: Entry, parallel: ParallelState) -> bool:
-    """True for the last stage's copy of a tied embedding, which is no tensor of its own."""
-    return entry.names == (EMBEDDING,) and not parallel.is_first_stage
+                copied = dataclasses.replace(shape.head_weight, tensors=shape.embedding_weight.tensors)
+                yield dataclasses.replace(_entry(gpt, copied, model, {}), is_copy=True)
 
 
 class SafetensorsFolder:

@@ -1,5 +1,6 @@
 """Modules that the megatron-core model gets through its own extension point, ``ModuleSpec``."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from relax_train.backend.mcore import (
     get_gpt_layer_local_spec,
 )
 from relax_train.models.attention import PackedAttention
+from relax_train.models.shape import Kind, ModelShape
 
 
 class Norm(torch.nn.RMSNorm):
@@ -25,15 +27,14 @@ class Norm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def layer_spec(config: TransformerConfig, *, experts: bool, rope_theta: float) -> Any:
+def layer_spec(config: TransformerConfig, shape: ModelShape, kind: Kind) -> Any:
     """Spec of one transformer layer: megatron-core's local one with our norms and our attention.
 
     Args:
-        experts: whether its MLP is a mixture of experts.
-        rope_theta: base of the rotary embedding.
+        kind: what its MLP is.
     """
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if experts else None,
+        num_experts=config.num_moe_experts if kind == "experts" else None,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
@@ -43,12 +44,10 @@ def layer_spec(config: TransformerConfig, *, experts: bool, rope_theta: float) -
     attention = layer.self_attention.submodules
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    attention.core_attention = ModuleSpec(module=PackedAttention, params={"rope_theta": rope_theta})
+    attention.core_attention = ModuleSpec(module=PackedAttention, params={"rope_theta": shape.rope_theta})
     return spec
 
 
-def stage_spec(config: TransformerConfig, experts: list[bool], *, rope_theta: float) -> TransformerBlockSubmodules:
-    """Spec of a pipeline stage; ``experts[i]`` says whether its i-th layer is a mixture of experts."""
-    return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(config, experts=flag, rope_theta=rope_theta) for flag in experts], layer_norm=Norm
-    )
+def stage_spec(config: TransformerConfig, shape: ModelShape, kinds: Iterable[Kind]) -> TransformerBlockSubmodules:
+    """Spec of a pipeline stage whose layers are of these kinds."""
+    return TransformerBlockSubmodules(layer_specs=[layer_spec(config, shape, kind) for kind in kinds], layer_norm=Norm)

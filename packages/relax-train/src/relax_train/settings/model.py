@@ -3,27 +3,11 @@
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from relax_data.options import Settings, option
 
-MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe")
-"""``model_type`` of the Hugging Face configurations that :mod:`relax_train.models.build` can build."""
-SHAPE_KEYS = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-    "num_experts",
-    "moe_intermediate_size",
-)
-"""Keys of ``config.json`` that decide the shapes of the weights."""
+from relax_train.models.architectures import unsupported
 
 
 def read_hf_config(folder: str) -> dict[str, Any]:
@@ -50,11 +34,6 @@ def read_hf_config(folder: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return config
-
-
-def experts_key(hf_config: Mapping[str, Any]) -> str:
-    """The key of a ``config.json`` that holds the number of experts: transformers 5 writes another one than before."""
-    return "num_experts" if "num_experts" in hf_config else "num_local_experts"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,11 +72,8 @@ class ModelSettings(Settings):
         except ValueError as error:
             found.append(f"--hf-checkpoint: {error}")
         else:
-            if config.get("model_type") not in MODEL_TYPES:
-                found.append(
-                    f"--hf-checkpoint: model_type {config.get('model_type')!r} is not supported; "
-                    f"use one of {', '.join(MODEL_TYPES)}"
-                )
+            if problem := unsupported(config):
+                found.append(f"--hf-checkpoint: {problem}")
         if self.ref_load is not None:
             try:
                 read_hf_config(self.ref_load)

@@ -6,8 +6,6 @@ from typing import Any, ClassVar, Literal
 
 from relax_data.options import LARGEST_COUNT, Settings, flag, option
 
-from relax_train.settings.model import experts_key
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelSettings(Settings):
@@ -79,7 +77,7 @@ class ParallelSettings(Settings):
         """What does not fit between these sizes, the model and the number of ranks.
 
         Args:
-            hf_config: ``config.json`` of the model (:func:`relax_train.settings.model.read_hf_config`).
+            hf_config: sizes of the model (:meth:`relax_train.models.shape.ModelShape.as_config`).
             world_size: ranks of the trainer.
         """
         found: list[str] = []
@@ -103,14 +101,13 @@ class ParallelSettings(Settings):
         divides(tp, "tensor_model_parallel_size", "num_key_value_heads", heads)
         divides(tp, "tensor_model_parallel_size", "intermediate_size")
         divides(pp, "pipeline_model_parallel_size", "num_hidden_layers")
-        experts = experts_key(hf_config)
-        if not hf_config.get(experts):
+        if not hf_config.get("num_experts"):
             if ep > 1:
                 found.append("--expert-model-parallel-size has no effect: the model has no experts; remove it")
             if self.expert_tensor_parallel_size is not None:
                 found.append("--expert-tensor-parallel-size has no effect: the model has no experts; remove it")
             return found
-        divides(ep, "expert_model_parallel_size", experts)
+        divides(ep, "expert_model_parallel_size", "num_experts")
         divides(etp, "expert_tensor_parallel_size", "moe_intermediate_size")
         if world_size % (ep * etp * pp):
             found.append(

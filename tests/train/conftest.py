@@ -116,6 +116,8 @@ LR, STEPS, EPS = 1e-2, 3, 1e-3  # a large epsilon keeps Adam from turning roundi
 
 def _hf_model(kind: str) -> Any:
     from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
         Qwen2Config,
         Qwen2ForCausalLM,
         Qwen3Config,
@@ -138,6 +140,8 @@ def _hf_model(kind: str) -> Any:
         return Qwen3ForCausalLM(config)
     if kind == "qwen2":  # biases, no tie, a vocabulary that no tensor-parallel size divides
         return Qwen2ForCausalLM(Qwen2Config(vocab_size=97, tie_word_embeddings=False, **common))
+    if kind == "llama":  # not among the architectures: a test brings its record
+        return LlamaForCausalLM(LlamaConfig(vocab_size=96, head_dim=16, tie_word_embeddings=False, **common))
     assert kind == "qwen3_moe"
     config = Qwen3MoeConfig(
         vocab_size=96,
@@ -199,7 +203,7 @@ def _make_reference(kind: str, base: Path) -> Reference:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """``reference(kind)`` for qwen2, qwen3 and qwen3_moe; each is made once."""
+    """``reference(kind)`` for qwen2, qwen3, qwen3_moe and llama; each is made once."""
     made: dict[str, Reference] = {}
 
     def get(kind: str) -> Reference:

@@ -1,5 +1,6 @@
 """`--dry-run`: the two recommended configurations, the sizes of known models, and what the plan says."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ import pytest
 from relax_cli.checks.plan import plan_text
 from relax_cli.cluster.placement import Placement
 from relax_cli.config.resolution import resolve
+from relax_cli.config.run_config import ConfigError
 from relax_cli.main import main
-from relax_train.models.architectures import model_shape
+from relax_train.models.architectures import ARCHITECTURES, model_shape
+from relax_train.models.architectures.base import Architecture
 from relax_train.models.shape import ModelShape
 
 QWEN3_4B_8_GPUS = (
@@ -70,8 +73,6 @@ def test_recommended_qwen3_30b_a3b(
 
 
 def facts(workspace: Path, name: str) -> ModelShape:
-    import json
-
     return model_shape(json.loads((workspace / name / "config.json").read_text()))
 
 
@@ -82,8 +83,6 @@ def test_sizes_of_known_models(workspace: Path) -> None:
 
 
 def test_experts_as_transformers_5_names_them(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import json
-
     path = workspace / "qwen3-30b-a3b" / "config.json"
     config = json.loads(path.read_text())
     config["num_local_experts"] = config.pop("num_experts")
@@ -95,9 +94,23 @@ def test_experts_as_transformers_5_names_them(workspace: Path, capsys: pytest.Ca
     assert row(text, "experts: EP x ETP x DP") == "2 x 2 x 2 a pipeline stage"
 
 
-def test_size_of_a_small_model_equals_what_transformers_builds(tiny_model: Path) -> None:
-    import json
+def test_a_family_is_planned_from_its_record_alone(
+    workspace: Path, start: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = workspace / "small" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "plain"}))
+    with pytest.raises(ConfigError) as raised:
+        resolve([*start, "--dry-run"], {})
+    assert str(raised.value).count("model_type 'plain' is not supported") == 1
+    record = Architecture(model_type="plain", class_name="PlainForCausalLM")
+    monkeypatch.setitem(ARCHITECTURES, "plain", record)
+    text = plan(start, capsys)
+    assert row(text, "kind") == "plain, 2 layers, hidden 64, 4 heads"
+    attention, mlp = 64 * 2 * (64 + 32), 3 * 64 * 128
+    assert row(text, "parameters") == f"{128 * 64 + 2 * (attention + mlp + 2 * 64) + 64:,}"
 
+
+def test_size_of_a_small_model_equals_what_transformers_builds(tiny_model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model)

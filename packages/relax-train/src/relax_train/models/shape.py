@@ -7,7 +7,7 @@ walks the same list of weights that the trainer loads and exports, so a plan and
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 Kind = Literal["dense", "experts"]
@@ -118,7 +118,7 @@ class ModelShape:
     rope_theta: float
     rope_type: str = "default"
     max_positions: int | None
-    weights: dict[Kind, tuple[Weight, ...]] = dataclasses.field(repr=False)
+    weights: Mapping[Kind, tuple[Weight, ...]] = dataclasses.field(repr=False)
     embedding_weight: Weight = dataclasses.field(repr=False)
     final_norm_weight: Weight = dataclasses.field(repr=False)
     head_weight: Weight = dataclasses.field(repr=False)
@@ -283,4 +283,5 @@ class ModelShape:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [i for i, kind in enumerate(self.kinds) if kind == "dense" and self.experts],
             "rope_theta": self.rope_theta,
+            "rope_type": self.rope_type,
         }

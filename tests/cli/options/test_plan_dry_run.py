@@ -141,6 +141,20 @@ def test_experts_are_divided_by_their_own_sizes(workspace: Path) -> None:
     assert dense == model.shared_parameters // 2 + 2 * model.embedding // 2
 
 
+def test_the_fullest_stage_of_a_pipeline_counts(workspace: Path) -> None:
+    config = json.loads((workspace / "qwen3-30b-a3b" / "config.json").read_text())
+    # The first half of the layers is dense: the second stage has all the experts.
+    model = model_shape({**config, "mlp_only_layers": list(range(24))})
+    dense, expert = model.parameters_per_rank(placement(pp=2, train_ranks=2))
+    assert expert == model.expert_parameters == 24 * 128 * 3 * 2048 * 768
+    assert dense == 24 * model.shared_in_layer("experts") + 2048 + model.embedding
+    # Of a tied model the last stage keeps a copy of the embedding, and one stage alone has it once.
+    tied = facts(workspace, "qwen3-4b")
+    assert tied.parameters_per_rank(placement(pp=2, train_ranks=2))[0] == (
+        18 * tied.shared_in_layer("dense") + 2560 + tied.embedding
+    )
+
+
 def test_a_plan_for_cpu(workspace: Path, start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--rollout-batch-size", "8", "--num-steps-per-rollout", "2", "--tensor-model-parallel-size", "2"]
     text = plan([*start, *sizes, "--over-sampling-batch-size", "12"], capsys)

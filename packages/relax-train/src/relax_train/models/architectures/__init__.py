@@ -45,9 +45,8 @@ def unsupported(config: Config) -> str | None:
 
 
 def _nearest(config: Config) -> Architecture:
-    """By name, or else the last of the table that has experts as the configuration does."""
-    close = difflib.get_close_matches(str(config.get("model_type")), ARCHITECTURES, n=1)
-    if close:
-        return ARCHITECTURES[close[0]]
+    """Of those with experts, or those without, as the configuration has: nearest by name, or else the last."""
     experts = any(config.get(key) for key in _EXPERT_COUNTS)
-    return [record for record in ARCHITECTURES.values() if record.has_experts is experts][-1]
+    alike = [name for name, record in ARCHITECTURES.items() if record.has_experts is experts]
+    close = difflib.get_close_matches(str(config.get("model_type")), alike, n=1)
+    return ARCHITECTURES[close[0] if close else alike[-1]]

@@ -1,5 +1,7 @@
 """What the rollout actor finds wrong before any engine has loaded, wherever its process was started."""
 
+import asyncio
+import json
 import logging
 import warnings
 from collections.abc import Iterator
@@ -51,3 +53,35 @@ def test_an_unreadable_line_is_named(task: Any, tmp_path: Path) -> None:
     config = resolve(task.flags(prompt_data="broken.jsonl"), {})
     with pytest.raises(ValueError, match=r"broken\.jsonl:3"):
         RolloutActor(config)
+
+
+def test_the_actor_resumes_with_the_prompts_it_saved(task: Any, tmp_path: Path) -> None:
+    (tmp_path / "collector_of_this_test.py").write_text(
+        "async def collect(rollout):\n"
+        "    groups = rollout.take(3)\n"
+        "    for sample in groups[0].samples:\n"
+        "        sample.append([1], [-0.5], rollout.version)\n"
+        "        sample.status, sample.reward = type(sample.status).COMPLETED, 1.0\n"
+        "    return groups[:1]\n"
+    )
+    config = resolve(task.flags(rollout_function_path="collector_of_this_test:collect"), {})
+    engine = {"url": "http://127.0.0.1:9", "name": "engine0", "log_path": "engine0.log"}  # never asked
+
+    async def run() -> None:
+        actor, again = RolloutActor(config), RolloutActor(config)
+        for each in (actor, again):
+            await each.connect([engine])
+        metrics = (await actor.generate(0, 0))["metrics"]
+        assert [metrics[f"prompts/{s}"] for s in ("out", "buffered", "trained", "dropped")] == [1, 2, 0, 0]
+        state = json.loads(json.dumps(await actor.state_dict()))
+        await again.load_state_dict(state)
+        assert again._loop.ledger.trained == 1
+        assert await again.state_dict() == state
+        assert [p.prompt_id for p in again._source.next(1)] == [3]
+        state["ledger"]["open"].append(state["ledger"]["open"][1])
+        with pytest.raises(ValueError, match=r"prompts \[2\] are twice in it; load another checkpoint"):
+            await again.load_state_dict(state)
+        for each in (actor, again):
+            await each.close()
+
+    asyncio.run(run())

@@ -1,5 +1,6 @@
 """The prompt ledger: a run killed at any point trains every prompt once or has it dropped with a reason."""
 
+import copy
 import json
 import random
 from collections import Counter
@@ -12,34 +13,63 @@ from relax_data.errors import DataError
 from relax_data.prompts.ledger import LedgerError, PromptLedger, PromptState
 from relax_data.prompts.open import open_prompts
 from relax_data.settings import DataSettings
-from relax_data.types import Prompt
+from relax_data.types import Prompt, SampleGroup, SampleStatus
 
 
-def prompts(*prompt_ids):
-    return [Prompt(i, 0, f"f.jsonl:{i + 1}", f"p{i}", [i]) for i in prompt_ids]
+def groups(*prompt_ids, scored=True):
+    """Groups of one sample, whole and scored unless told otherwise."""
+    made = [SampleGroup.start(Prompt(i, 0, f"f.jsonl:{i + 1}", f"p{i}", [i]), 1) for i in prompt_ids]
+    return [finish(g) for g in made] if scored else made
+
+
+def finish(group):
+    for sample in group.samples:
+        if not sample.status.finished:
+            sample.append([7, 1], [-0.5, -0.25], 3)
+            sample.status, sample.reward = SampleStatus.COMPLETED, 1.0
+    return group
+
+
+def ids(view):
+    return [g.prompt.prompt_id for g in view]
+
+
+def copied(ledger):
+    """The ledger after a checkpoint and a resume."""
+    again = PromptLedger()
+    again.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    return again
 
 
 def test_the_life_of_prompts():
     ledger = PromptLedger()
-    ledger.hand_out(prompts(0, 1, 2, 3, 4))
+    ledger.hand_out(groups(0, 1, 2, 3, 4))
     ledger.interrupt([1])
-    ledger.buffer([2])
+    ledger.buffer([2, 4])
     ledger.drop([3], "all rewards equal")
+    ledger.assign([0, 4])
+    assert (ids(ledger.active), ids(ledger.waiting), ids(ledger.ready), ids(ledger.assigned)) == ([], [1], [2], [0, 4])
     ledger.train([0, 4])
     assert ledger.step == 1
     assert ledger.counts() == {
         "out": 0,
         "partial": 1,
         "buffered": 1,
+        "assigned": 0,
         "trained": 2,
         "dropped": 1,
         "dropped/all rewards equal": 1,
     }
-    assert [p.prompt_id for p in ledger.open()] == [1, 2]
-    assert [p.prompt_id for p in ledger.open(PromptState.PARTIAL)] == [1]
+    assert ids(ledger.groups()) == [1, 2]
+    assert ids(ledger.groups(PromptState.PARTIAL)) == [1]
+    ledger.interrupt([2])  # its samples got too old
     ledger.take_back([1, 2])
     assert ledger.state_of(1) is PromptState.OUT
+    assert ids(ledger.active) == [1, 2]
+    ledger.assign([1, 2])
     ledger.train([1, 2])
+    assert ledger.group(1) is None
+    assert ledger.state_of(1) is None
     ledger.check(5)
     with pytest.raises(LedgerError, match="6 prompts were handed out and 5 are accounted for"):
         ledger.check(6)
@@ -47,22 +77,32 @@ def test_the_life_of_prompts():
 
 def test_wrong_moves_are_refused_and_change_nothing():
     ledger = PromptLedger()
-    ledger.hand_out(prompts(0, 1, 2))
+    ledger.hand_out(groups(0, 1, 2))
+    ledger.hand_out(groups(3, scored=False))
+    ledger.assign([0])
     ledger.train([0])
     ledger.interrupt([1])
-    before = json.dumps(ledger.state_dict())
+    state, states = json.dumps(ledger.state_dict()), [ledger.state_of(i) for i in range(5)]
     for move, message in [
-        (lambda: ledger.train([2, 0]), "prompt 0 cannot become trained: it was closed already"),
-        (lambda: ledger.train([2, 1]), r"prompt 1 \(f.jsonl:2\) cannot become trained: it is partial"),
+        (lambda: ledger.assign([2, 0]), "prompt 0 cannot become assigned: it was closed already"),
+        (lambda: ledger.assign([2, 1]), r"prompt 1 \(f.jsonl:2\) cannot become assigned: it is partial"),
+        (lambda: ledger.train([2]), r"prompt 2 \(f.jsonl:3\) cannot become trained: it is out"),
+        (lambda: ledger.take_back([1, 2]), r"prompt 2 \(f.jsonl:3\) cannot become out: it is out"),
+        (lambda: ledger.interrupt([2, 1]), "cannot become partial: it is partial"),
         (lambda: ledger.buffer([2, 9]), "prompt 9 cannot become buffered: it was never handed out"),
-        (lambda: ledger.train([2, 2]), "named twice"),
-        (lambda: ledger.hand_out(prompts(3, 0)), r"prompt 0 \(f.jsonl:1\) is handed out twice"),
-        (lambda: ledger.hand_out(prompts(3, 3)), "handed out twice"),
-        (lambda: ledger.hand_out(prompts(3, 1)), "handed out twice"),
+        (lambda: ledger.buffer([2, 3]), r"prompt 3 \(f.jsonl:4\) cannot become buffered: its group is not whole"),
+        (lambda: ledger.assign([2, 3]), r"prompt 3 \(f.jsonl:4\) cannot become assigned: its group is not whole"),
+        (lambda: ledger.assign([2, 2]), "named twice"),
+        (lambda: ledger.drop([-1], "why"), "prompt -1 cannot become dropped: it was never handed out"),
+        (lambda: ledger.hand_out(groups(4, 0)), r"prompt 0 \(f.jsonl:1\) is handed out twice"),
+        (lambda: ledger.hand_out(groups(4, 4)), "handed out twice"),
+        (lambda: ledger.hand_out(groups(4, 1)), "handed out twice"),
+        (lambda: ledger.hand_out(groups(4, 6)), r"prompt 6 \(f.jsonl:7\) is handed out where prompt 5 is the next"),
     ]:
         with pytest.raises(LedgerError, match=message):
             move()
-        assert json.dumps(ledger.state_dict()) == before
+        assert json.dumps(ledger.state_dict()) == state
+        assert [ledger.state_of(i) for i in range(5)] == states
     with pytest.raises(ValueError, match="for a reason"):
         ledger.drop([2], "")
 
@@ -70,60 +110,62 @@ def test_wrong_moves_are_refused_and_change_nothing():
 def test_closed_prompts_take_no_memory():
     ledger = PromptLedger()
     for i in range(0, 5000, 5):
-        ledger.hand_out(prompts(*range(i, i + 5)))
+        ledger.hand_out(groups(*range(i, i + 5)))
+        ledger.assign(range(i, i + 5))
         ledger.train(range(i, i + 5))
     assert len(json.dumps(ledger.state_dict())) < 150
-    ledger.hand_out(prompts(5000, 5001))
-    ledger.train([5001])
-    assert ledger.state_dict()["closed"] == [[5001, 5002]]
 
 
-def test_saved_with_the_model_and_refused_with_another(tmp_path):
+def test_a_resumed_ledger_has_every_open_group_at_rest():
     ledger = PromptLedger()
-    ledger.hand_out(prompts(0, 1, 2))
-    ledger.train([1])
-    path = tmp_path / "ledger.json"
-    ledger.save(path)
-    again = PromptLedger.load(path, step=1)
-    assert again.state_dict() == ledger.state_dict()
-    assert again.open() == ledger.open()
-    assert [p.name for p in tmp_path.iterdir()] == ["ledger.json"]
-    with pytest.raises(DataError, match="after 1 training steps and the model has 2"):
-        PromptLedger.load(path, step=2)
-    path.write_text(path.read_text()[:-10])
-    with pytest.raises(DataError, match=r"ledger.json is no readable prompt ledger"):
-        PromptLedger.load(path)
-
-
-def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
-    ledger = PromptLedger()
-    path = tmp_path / "ledger.json"
-    ledger.save(path)
-    ledger.hand_out(prompts(0))
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        ledger.save(path)
-    assert PromptLedger.load(path).open() == []
-    assert [p.name for p in tmp_path.iterdir()] == ["ledger.json"]
-
-
-def test_recover_gives_what_nobody_holds():
-    ledger = PromptLedger()
-    ledger.hand_out(prompts(0, 1, 2))
-    ledger.interrupt([0])
+    ledger.hand_out(groups(0, 1, 2))
+    ledger.hand_out(groups(3, 4, scored=False))
+    ledger.interrupt([0, 3])
     ledger.buffer([1])
-    restored = PromptLedger()
-    restored.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
-    # The buffer of the checkpoint kept the partial one, the buffered one was lost.
-    assert [p.prompt_id for p in restored.recover(held=[0])] == [1, 2]
-    assert restored.state_of(0) is PromptState.PARTIAL
-    assert restored.state_of(1) is PromptState.OUT
-    with pytest.raises(LedgerError, match="the buffer holds prompt 7"):
-        restored.recover(held=[7])
+    ledger.assign([2])
+    again = copied(ledger)
+    assert again.groups() == ledger.groups()
+    # 4 was being generated, 2 was assigned to a step that the saved model has not made.
+    assert (ids(again.waiting), ids(again.ready)) == ([0, 3, 4], [1, 2])
+    assert again.state_dict() == ledger.state_dict()
+    again.hand_out(groups(5))
+    again.drop([3], "filter")
+    assert ids(ledger.groups()) == [0, 1, 2, 3, 4], "the two share nothing"
+
+
+def change(number, **fields):
+    return lambda opened: opened[number].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda opened: opened.append(copy.deepcopy(opened[1])), r"prompts \[2\] are twice in it"),
+        (lambda opened: opened[0]["prompt"].update(prompt_id=7), r"prompts \[7\] are not among the 4 that were handed"),
+        (lambda opened: opened[0]["prompt"].update(prompt_id=-1), r"prompts \[-1\] are not among the 4"),
+        (change(1, state="flying"), r"prompts \[2\] are in state 'flying', which no saved prompt has"),
+        (change(1, state="trained"), r"prompts \[2\] are in state 'trained', which no saved prompt has"),
+        (change(2, state="buffered"), r"prompts \[3\] are buffered, but their groups are not whole and scored"),
+        (lambda opened: opened.pop(), "4 prompts were handed out and 3 are accounted for"),
+        (lambda opened: opened[0]["samples"][0]["tokens"].pop(), "f.jsonl:2 response 0: 1 tokens but 2 log_probs"),
+        (lambda opened: opened[0].pop("samples"), "KeyError"),
+    ],
+)
+def test_a_damaged_state_is_refused_with_its_prompts_and_changes_nothing(damage, message):
+    ledger = PromptLedger()
+    ledger.hand_out(groups(0, 1, 2))
+    ledger.hand_out(groups(3, scored=False))
+    ledger.assign([0])
+    ledger.train([0])
+    ledger.buffer([1])
+    state = json.loads(json.dumps(ledger.state_dict()))
+    damage(state["open"])
+    other = PromptLedger()
+    other.hand_out(groups(0))
+    before = other.state_dict()
+    with pytest.raises(DataError, match=f"ledger is damaged: .*{message}.*; load another checkpoint"):
+        other.load_state_dict(state)
+    assert other.state_dict() == before
 
 
 class Killed(Exception):
@@ -135,8 +177,8 @@ class Run:
 
     BATCH, EXTRA = 4, 2
 
-    def __init__(self, open_source, folder, seed, kills):
-        self.open_source, self.folder, self.kills = open_source, folder, set(kills)
+    def __init__(self, open_source, seed, kills):
+        self.open_source, self.kills = open_source, set(kills)
         self.rng = random.Random(seed)
         self.operations = 0
         self.disk = None
@@ -147,58 +189,54 @@ class Run:
             raise Killed
 
     def start(self):
-        self.source, self.ledger, self.buffer, self.model = self.open_source(), PromptLedger(), [], []
-        self.again = []
+        self.source, self.ledger, self.model = self.open_source(), PromptLedger(), []
         if self.disk is not None:
-            cursor, buffer, model = json.loads(self.disk)
+            cursor, ledger, self.model = json.loads(self.disk)
             self.source.load_state_dict(cursor)
-            self.ledger = PromptLedger.load(self.folder / f"ledger{len(model)}.json", step=len(model))
-            self.model = model
-            # Only partial and buffered samples are in the checkpoint; what was out is generated again.
-            self.buffer = [i for i in buffer if self.ledger.state_of(i) is not PromptState.OUT]
-            self.again = [p.prompt_id for p in self.ledger.recover(held=self.buffer)]
+            self.ledger.load_state_dict(ledger)
 
     def rollout(self):
-        """Takes the buffer first, then lost ones, then new prompts; ends with a batch and leftovers in the buffer."""
-        ready = [i for i in self.buffer if self.ledger.state_of(i) is PromptState.BUFFERED]
-        partial = [i for i in self.buffer if self.ledger.state_of(i) is PromptState.PARTIAL]
-        self.buffer = []
-        self.ledger.take_back(partial)
+        """Goes on with what was interrupted, then new prompts; ends with a batch, and the surplus at rest."""
+        running = ids(self.ledger.waiting)
+        self.ledger.take_back(running)
         self.step()
-        running = partial + self.again
-        self.again = []
-        while len(ready) < self.BATCH:
+        while len(self.ledger.ready) < self.BATCH:
             if not running:
-                new = self.source.next(self.BATCH + self.EXTRA)
+                new = [SampleGroup.start(p, 1) for p in self.source.next(self.BATCH + self.EXTRA)]
                 self.step()
                 self.ledger.hand_out(new)
-                running = [p.prompt_id for p in new]
+                running = ids(new)
                 if not new:
                     break
             done = running.pop(self.rng.randrange(len(running)))
+            finish(self.ledger.group(done))
             self.step()
             if self.rng.random() < 0.2:
                 self.ledger.drop([done], self.rng.choice(["all rewards equal", "generation failed"]))
             else:
                 self.ledger.buffer([done])
-                ready.append(done)
         self.ledger.interrupt(running)
         self.step()
-        batch, rest = ready[: self.BATCH], ready[self.BATCH :]
-        self.buffer = rest + running
+        batch = ids(self.ledger.ready)[: self.BATCH]
+        self.ledger.assign(batch)
         return batch
 
     def train(self, batch):
         self.step()
+        if self.rng.random() < 0.1:  # an emergency checkpoint before the step: the batch is trained after a resume
+            self.save()
         self.ledger.train(batch)
         self.model.append(batch)
         self.step()
         if self.rng.random() < 0.5:
-            self.ledger.save(self.folder / f"ledger{len(self.model)}.json")
-            self.step()
-            # The commit of a checkpoint is one rename; before it the old one counts.
-            self.disk = json.dumps([self.source.state_dict(), self.buffer, self.model])
+            self.save()
         self.step()
+
+    def save(self):
+        saved = json.dumps([self.source.state_dict(), self.ledger.state_dict(), self.model])
+        self.step()
+        # The commit of a checkpoint is one rename; before it the old one counts.
+        self.disk = saved
 
     def to_the_end(self):
         while True:
@@ -218,27 +256,25 @@ class Run:
     kills=st.lists(st.integers(1, 300), max_size=6),
     streaming=st.booleans(),
 )
-def test_killed_anywhere_every_prompt_is_trained_once_or_dropped(
-    write_jsonl, tokenizer, tmp_path, n, seed, kills, streaming
-):
+def test_killed_anywhere_every_prompt_is_trained_once_or_dropped(write_jsonl, tokenizer, n, seed, kills, streaming):
     path = write_jsonl([{"input": f"q{i}", "id": i} for i in range(n)])
     options = DataSettings(prompt_data=(path,), rollout_shuffle=True, use_streaming_dataset=streaming)
-    run = Run(lambda: open_prompts(options, tokenizer, num_epoch=2), tmp_path, seed, kills)
+    run = Run(lambda: open_prompts(options, tokenizer, num_epoch=2), seed, kills)
     run.to_the_end()
     trained = Counter(i for batch in run.model for i in batch)
     assert set(trained.values()) <= {1}
     assert len(trained) == run.ledger.trained
     run.ledger.check(2 * n)
-    assert run.ledger.open() == []
+    assert run.ledger.groups() == []
     assert len(trained) + run.ledger.dropped.total() == 2 * n
 
 
-def test_killed_at_every_single_point(write_jsonl, tokenizer, tmp_path):
+def test_killed_at_every_single_point(write_jsonl, tokenizer):
     path = write_jsonl([{"input": f"q{i}"} for i in range(11)])
     options = DataSettings(prompt_data=(path,), rollout_shuffle=True)
 
     def finished(kills):
-        run = Run(lambda: open_prompts(options, tokenizer, num_epoch=1), tmp_path, 5, kills)
+        run = Run(lambda: open_prompts(options, tokenizer, num_epoch=1), 5, kills)
         run.to_the_end()
         run.ledger.check(11)
         assert run.ledger.trained + run.ledger.dropped.total() == 11

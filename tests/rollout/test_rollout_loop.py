@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from relax_data.prompts.ledger import LedgerError
 from relax_data.types import SampleGroup, SampleStatus
 from relax_rollout.engines.base import GenerateRequest
 from relax_rollout.loop.rollout_loop import RolloutLoop
@@ -103,8 +104,8 @@ async def test_interrupted_samples_restart_from_the_clean_prompt(make_loop: Make
     )
     first = await loop.generate(0, 0)
     assert prompt_ids(first.groups) == [0]
-    state = loop.state_dict()["buffer"]["waiting"][0]
-    assert state["prompt"]["prompt_id"] == 1
+    (state,) = loop.state_dict()["ledger"]["open"]
+    assert (state["state"], state["prompt"]["prompt_id"]) == ("partial", 1)
     assert state["samples"][0]["status"] in ("completed", "truncated")
     assert state["samples"][1] == {"index": 1, "aborted_count": 1, "status": "pending"}
     assert first.metrics["rollout/restarted_samples"] == 1
@@ -127,7 +128,7 @@ async def test_surplus_that_is_too_old_restarts(
         engine, settings={"rollout_batch_size": 1, "over_sampling_batch_size": 2}, max_staleness=max_staleness
     )
     await loop.generate(0, 0)
-    assert len(loop.state_dict()["buffer"]["ready"]) == 1
+    assert len(loop.ledger.ready) == 1
     engine.version = 5
     result = await loop.generate(1, 5)
     assert prompt_ids(result.groups) == [1]
@@ -270,6 +271,12 @@ async def test_custom_rollout_function(make_loop: Make, hooks: Hooks) -> None:
         "    return groups[:1:-1]\n"
         "async def unfinished(rollout):\n"
         "    return rollout.take(1)\n"
+        "async def twice(rollout):\n"
+        "    groups = rollout.take(1)\n"
+        "    await rollout.run_group(groups[0])\n"
+        "    return groups * 2\n"
+        "async def keeps_too_early(rollout):\n"
+        "    rollout.keep(rollout.take(1)[0])\n"
         "async def leaves(rollout):\n"
         "    raise SystemExit(3)\n"
         "def plain(rollout):\n"
@@ -279,15 +286,20 @@ async def test_custom_rollout_function(make_loop: Make, hooks: Hooks) -> None:
     assert prompt_ids((await loop.generate(0, 0)).groups) == [2, 3]
     # What it took and did not return comes first next time.
     assert prompt_ids((await loop.generate(1, 0)).groups) == [4, 5]
-    assert [g["prompt"]["prompt_id"] for g in loop.state_dict()["buffer"]["waiting"]] == [0, 1]
+    assert prompt_ids(loop.ledger.waiting) == [0, 1]
     for name, message in [
         ("unfinished", "returned an unfinished group for data.jsonl:1"),
+        ("twice", r"returned a group for data.jsonl:1 that it did not take with rollout.take, or returned it twice"),
         ("leaves", "raised SystemExit: 3"),
         ("plain", "raised TypeError: it is not async; write async def"),
     ]:
         loop = make_loop(settings={"rollout_function_path": f"{path}:{name}"})
         with pytest.raises(ValueError, match=rf"--rollout-function-path .*:{name} {message}"):
             await loop.generate(0, 0)
+        assert prompt_ids(loop.ledger.groups()) == prompt_ids(loop.ledger.waiting)
+    loop = make_loop(settings={"rollout_function_path": f"{path}:keeps_too_early"})
+    with pytest.raises(LedgerError, match=r"prompt 0 \(data.jsonl:1\) cannot become buffered: its group is not whole"):
+        await loop.generate(0, 0)
 
 
 async def test_group_reward_sees_whole_groups(make_loop: Make, hooks: Hooks) -> None:

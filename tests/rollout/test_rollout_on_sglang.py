@@ -37,8 +37,7 @@ async def test_over_sampling_on_sglang(sglang_server: Any, make_source: Any, tin
         await engine.close()
     prompt_ids = [g.prompt.prompt_id for g in groups]
     assert len(prompt_ids) == len(set(prompt_ids)) == 12
-    buffered = loop.state_dict()["buffer"]
-    kept = [g["prompt"]["prompt_id"] for g in buffered["ready"] + buffered["waiting"]]
+    kept = [g.prompt.prompt_id for g in loop.ledger.ready + loop.ledger.waiting]
     assert sorted(prompt_ids + kept) == list(range(len(prompt_ids) + len(kept)))
     for sample in (s for g in groups for s in g.samples):
         prompt = sample.prompt.input_ids

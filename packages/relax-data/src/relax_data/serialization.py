@@ -1,8 +1,14 @@
-"""Values of users and readers as plain JSON values, so that they fit into checkpoints and metrics."""
+"""Values of users and readers, prompts, samples and groups as JSON values, so that they fit into checkpoints."""
 
 import base64
 import pickle
 from typing import Any
+
+from relax_data.types import Prompt, Sample, SampleGroup, SampleStatus
+
+STATE_FORMAT = 2
+"""Number of the format in which the state of a rollout is saved: source cursor, ledger with its open groups, drops not
+reported yet. It goes up whenever a state written before cannot be read any more."""
 
 _BYTES, _OBJECT, _DICT = "__bytes__", "__object__", "__dict__"
 _TAGS = ({_BYTES}, {_OBJECT}, {_DICT})
@@ -57,3 +63,79 @@ def from_plain(value: Any) -> Any:
     if isinstance(value, list):
         return [from_plain(v) for v in value]
     return value
+
+
+def check_format(state: dict[str, Any]) -> None:
+    """Refuses a rollout state of another format.
+
+    Raises:
+        ValueError: it was not written in ``STATE_FORMAT``; the message names both formats and the way out.
+    """
+    found = state.get("format")
+    if found is None and isinstance(state.get("loop"), dict):  # where format 1 had its number
+        found = state["loop"].get("format")
+    if found != STATE_FORMAT:
+        raise ValueError(
+            f"the rollout state of the checkpoint has format {found!r}, this version reads {STATE_FORMAT}: resume with "
+            "the version that wrote it, or start a new run from the saved weights (--hf-checkpoint instead of --load)"
+        )
+
+
+def group_to_state(group: SampleGroup) -> dict[str, Any]:
+    """``group`` with all tokens of its finished samples; the others are written as they would start again."""
+    return {"prompt": _prompt_to_state(group.prompt), "samples": [_sample_to_state(s) for s in group.samples]}
+
+
+def group_from_state(state: dict[str, Any]) -> SampleGroup:
+    """The group that :func:`group_to_state` wrote. It may unpickle, so read only what we wrote.
+
+    Raises:
+        ValueError: the columns of a sample differ in length; the message names it.
+    """
+    prompt = _prompt_from_state(state["prompt"])
+    return SampleGroup(prompt, [_sample_from_state(s, prompt) for s in state["samples"]])
+
+
+_OF_USERS = ("label", "messages", "metadata", "multimodal")
+"""Fields of a prompt that hold whatever the data held."""
+
+
+def _prompt_to_state(prompt: Prompt) -> dict[str, Any]:
+    values = {f: to_plain(getattr(prompt, f), f"{prompt.source}: {f}", objects=True) for f in _OF_USERS}
+    return {
+        "prompt_id": prompt.prompt_id,
+        "epoch": prompt.epoch,
+        "source": prompt.source,
+        "text": prompt.text,
+        "input_ids": [int(t) for t in prompt.input_ids],
+    } | values
+
+
+def _prompt_from_state(state: dict[str, Any]) -> Prompt:
+    return Prompt(**{k: from_plain(v) if k in _OF_USERS else v for k, v in state.items()})
+
+
+def _sample_to_state(sample: Sample) -> dict[str, Any]:
+    state: dict[str, Any] = {"index": sample.index, "aborted_count": sample.aborted_count}
+    if not sample.status.finished:
+        return state | {"status": SampleStatus.PENDING.value}
+    return state | {
+        "status": sample.status.value,
+        "tokens": [int(t) for t in sample.tokens],
+        "log_probs": [float(p) for p in sample.log_probs],
+        "versions": [int(v) for v in sample.versions],
+        "loss_mask": [int(m) for m in sample.loss_mask],
+        "response": sample.response,
+        "reward": sample.reward,
+        "reward_info": to_plain(sample.reward_info, f"{sample.name}: reward_info"),
+    }
+
+
+def _sample_from_state(state: dict[str, Any], prompt: Prompt) -> Sample:
+    sample = Sample(prompt, state["index"], aborted_count=state["aborted_count"])
+    if "tokens" in state:
+        sample.append(state["tokens"], state["log_probs"], state["versions"], loss_mask=state["loss_mask"])
+        sample.status = SampleStatus(state["status"])
+        sample.response, sample.reward = state["response"], state["reward"]
+        sample.reward_info = from_plain(state["reward_info"])
+    return sample

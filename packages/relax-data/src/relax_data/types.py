@@ -174,6 +174,11 @@ class SampleGroup:
         return all(s.status.finished for s in self.samples)
 
     @property
+    def scored(self) -> bool:
+        """True when it is whole and each sample has a reward."""
+        return self.finished and all(s.reward is not None for s in self.samples)
+
+    @property
     def rewards(self) -> list[float]:
         """Rewards of all samples; an assertion holds that each has one."""
         assert all(s.reward is not None for s in self.samples), "rewards asked for before they were computed"

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from relax_cli.checks.lengths import context_lengths
-from relax_cli.workers.accounts import BookedSource
 from relax_cli.workers.process import enter_folder, start_log
 
 if TYPE_CHECKING:
@@ -38,8 +37,7 @@ class RolloutActor:
         self._eval_settings = dataclasses.replace(config.rollout, rollout_max_context_len=lengths.sample)
         self._status = "idle"
         self._tokenizer = AutoTokenizer.from_pretrained(config.train.model.hf_checkpoint)
-        prompts = open_prompts(config.data, self._tokenizer, num_epoch=config.run.num_epoch)
-        self._source = BookedSource(prompts, trains=not config.debug.debug_rollout_only)
+        self._source = open_prompts(config.data, self._tokenizer, num_epoch=config.run.num_epoch)
         self._eval_prompts = self._open_eval_prompts()
         self._reward = build_reward(config.reward)
         self._engines: list[SGLangEngine] = []
@@ -52,6 +50,7 @@ class RolloutActor:
             tokenizer=self._tokenizer,
             concurrency=config.sglang.sglang_server_concurrency,
             max_staleness=config.cluster.max_staleness,
+            trains=not config.debug.debug_rollout_only,
             progress=self._tell_progress,
         )
         self._profiler: Any = None
@@ -104,10 +103,9 @@ class RolloutActor:
         Returns:
             ``{"groups": list[SampleGroup], "metrics": dict[str, float]}``; ``groups`` is empty at the end of the data.
         """
-        self._source.settle()
         async with self._profiled(rollout_id):
             result = await self._loop.generate(rollout_id, version)
-        return {"groups": result.groups, "metrics": result.metrics | self._source.book(result)}
+        return {"groups": result.groups, "metrics": result.metrics}
 
     async def evaluate(self, version: int) -> dict[str, float]:
         """Evaluates all of ``--eval-prompt-data`` with the weights the engines serve, of this version."""
@@ -150,15 +148,12 @@ class RolloutActor:
         await asyncio.gather(*(engine.resume_memory(tags) for engine in self._engines))
 
     async def state_dict(self) -> dict[str, Any]:
-        """Prompt cursor, buffered groups, ledger: what a resumed run needs to go on with exactly the next prompt."""
-        return {"loop": self._loop.state_dict(), "ledger": self._source.ledger_state()}
+        """Prompt cursor and ledger with the open groups: what a resumed run needs to go on with the next prompt."""
+        return self._loop.state_dict()
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where :meth:`state_dict` was called; the books must agree with what the loop holds."""
-        loop = state["loop"]
-        self._loop.load_state_dict(loop)
-        held = [group["prompt"]["prompt_id"] for place in ("ready", "waiting") for group in loop["buffer"][place]]
-        self._source.load_ledger(state["ledger"], [*held, *(prompt["prompt_id"] for prompt in loop["dropped"])])
+        """Goes on where :meth:`state_dict` was called; a damaged state or one of another format is an error."""
+        self._loop.load_state_dict(state)
 
     async def close(self) -> None:
         await self._reward.close()

@@ -1,34 +1,42 @@
-"""Where every prompt is: out, buffered, partial, trained, or dropped with a reason. Never in two places, never nowhere.
+"""The one book of prompts: where each is and what it has so far. Never in two places, never nowhere.
 
-The ledger is saved with the model of a training step, so that both roll back together: what was trained after the last
-checkpoint is open again after a crash, and is trained by the model that has not seen it.
+    unread -> OUT <-> PARTIAL          interrupted, or a sample of it starts again
+               |         ^
+               v         |
+            BUFFERED ----+             whole, scored and kept: waits for a training step
+               |
+               v
+            ASSIGNED -> TRAINED        given to a training step; also straight from OUT
+
+    every state before TRAINED -> DROPPED, with a reason
+
+What waits, what runs and what is ready are views of this book (:meth:`PromptLedger.groups`): no other list is kept that
+would have to agree with it. It is saved with the model of a training step, so that both roll back together: what was
+trained after the last checkpoint is open again after a crash, and is trained by the model that has not seen it.
 """
 
 import collections
 import dataclasses
 import enum
-import json
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from relax_data.errors import DataError
-from relax_data.serialization import from_plain, to_plain
-from relax_data.types import Prompt
+from relax_data.serialization import group_from_state, group_to_state
+from relax_data.types import Prompt, SampleGroup
 
 
 class PromptState(enum.StrEnum):
     """What a prompt is doing."""
 
     OUT = "out"
-    """Handed to the rollout; its responses are being generated."""
+    """With the rollout that runs: its responses are generated, scored and judged."""
     PARTIAL = "partial"
-    """Interrupted; its tokens so far are in the buffer, and the next rollout goes on with it."""
+    """At rest, with responses still to be generated: the next rollout goes on with it, before any new prompt."""
     BUFFERED = "buffered"
-    """Its group is complete and waits for a training step."""
+    """Its group is whole, scored and kept by the filter, and waits for a training step."""
+    ASSIGNED = "assigned"
+    """Its group was given to a training step that is not booked as done yet."""
     TRAINED = "trained"
     """A training step has consumed it."""
     DROPPED = "dropped"
@@ -37,7 +45,13 @@ class PromptState(enum.StrEnum):
     @property
     def open(self) -> bool:
         """True while something is still to be done with it."""
-        return self in (PromptState.OUT, PromptState.PARTIAL, PromptState.BUFFERED)
+        return self not in (PromptState.TRAINED, PromptState.DROPPED)
+
+
+_AT_REST = {PromptState.OUT: PromptState.PARTIAL, PromptState.ASSIGNED: PromptState.BUFFERED}
+"""In what state a prompt is saved: after a load no rollout and no training step runs that could have it."""
+
+_WHOLE = (PromptState.BUFFERED, PromptState.ASSIGNED)
 
 
 class LedgerError(RuntimeError):
@@ -46,98 +60,139 @@ class LedgerError(RuntimeError):
 
 @dataclasses.dataclass(slots=True)
 class _Entry:
-    prompt: Prompt
+    group: SampleGroup
     state: PromptState
 
 
 class PromptLedger:
-    """Keeps account of the prompts of a run by their id.
+    """Keeps account of the prompts of a run by their id, and holds the group of each open one.
 
-    Open prompts are held whole, so that after a crash those that were out can be generated again although the data
-    cursor is past them; closed ones take no memory once all before them are closed. Not thread-safe: one owner.
+    Ids number the prompts of the whole run (0, 1, 2, ...), so a prompt that was handed out and is not open is closed;
+    closed prompts take no memory. Not thread-safe: one owner.
 
     Attributes:
         step: training steps whose prompts it has booked as trained.
+        handed_out: number of prompts handed out so far; the id of the next one.
         trained: number of prompts trained.
         dropped: number of prompts dropped, by reason.
     """
 
     def __init__(self) -> None:
         self.step = 0
+        self.handed_out = 0
         self.trained = 0
         self.dropped: collections.Counter[str] = collections.Counter()
-        self._open: dict[int, _Entry] = {}
-        self._closed_below = 0
-        self._closed: set[int] = set()
+        self._open: dict[int, _Entry] = {}  # by id, ascending: prompts are handed out in this order and never re-enter
 
-    def hand_out(self, prompts: Iterable[Prompt]) -> None:
-        """New prompts of the source go to the rollout.
+    # ------------------------------------------------------------------ transitions
+
+    def hand_out(self, groups: Iterable[SampleGroup]) -> None:
+        """Books new prompts of the source as out: unread -> out.
 
         Raises:
-            LedgerError: one was handed out before. Nothing is booked then.
+            LedgerError: one was handed out before, or one before it was left out. Nothing is booked then.
         """
-        new = list(prompts)
-        seen: set[int] = set()
-        for prompt in new:
-            if prompt.prompt_id in seen or prompt.prompt_id in self._open or self._is_closed(prompt.prompt_id):
-                raise LedgerError(f"{_name(prompt)} is handed out twice")
-            seen.add(prompt.prompt_id)
-        for prompt in new:
-            self._open[prompt.prompt_id] = _Entry(prompt, PromptState.OUT)
-
-    def interrupt(self, prompt_ids: Iterable[int]) -> None:
-        """Out -> partial: generation stopped, what there is was kept."""
-        self._move(prompt_ids, (PromptState.OUT,), PromptState.PARTIAL)
-
-    def buffer(self, prompt_ids: Iterable[int]) -> None:
-        """Out -> buffered: the group is complete and waits."""
-        self._move(prompt_ids, (PromptState.OUT,), PromptState.BUFFERED)
+        new = list(groups)
+        for expected, group in enumerate(new, start=self.handed_out):
+            prompt = group.prompt
+            if prompt.prompt_id < expected:
+                raise LedgerError(
+                    f"{_name(prompt)} is handed out twice: prompt {expected} is the next one; ids number the prompts "
+                    "of the whole run"
+                )
+            if prompt.prompt_id > expected:
+                raise LedgerError(
+                    f"{_name(prompt)} is handed out where prompt {expected} is the next one: that one would be lost; "
+                    "ids number the prompts of the whole run"
+                )
+        for group in new:
+            self._open[group.prompt.prompt_id] = _Entry(group, PromptState.OUT)
+        self.handed_out += len(new)
 
     def take_back(self, prompt_ids: Iterable[int]) -> None:
-        """Partial or buffered -> out: the next rollout goes on with it."""
-        self._move(prompt_ids, (PromptState.PARTIAL, PromptState.BUFFERED), PromptState.OUT)
+        """Partial -> out: a rollout goes on with them."""
+        self._move(prompt_ids, (PromptState.PARTIAL,), PromptState.OUT)
+
+    def interrupt(self, prompt_ids: Iterable[int]) -> None:
+        """Out or buffered -> partial: generation stopped, or samples of a whole group start again."""
+        self._move(prompt_ids, (PromptState.OUT, PromptState.BUFFERED), PromptState.PARTIAL)
+
+    def buffer(self, prompt_ids: Iterable[int]) -> None:
+        """Out -> buffered: the groups are whole, scored and kept."""
+        self._move(prompt_ids, (PromptState.OUT,), PromptState.BUFFERED)
+
+    def assign(self, prompt_ids: Iterable[int]) -> None:
+        """Out or buffered -> assigned: a training step gets the groups, which are whole and scored."""
+        self._move(prompt_ids, (PromptState.OUT, PromptState.BUFFERED), PromptState.ASSIGNED)
 
     def train(self, prompt_ids: Iterable[int]) -> None:
-        """Out or buffered -> trained, for all prompts of one training step; ``step`` goes up by one."""
-        closed = self._move(prompt_ids, (PromptState.OUT, PromptState.BUFFERED), PromptState.TRAINED)
-        self.trained += closed
+        """Assigned -> trained, for all prompts of one training step; ``step`` goes up by one."""
+        self.trained += self._move(prompt_ids, (PromptState.ASSIGNED,), PromptState.TRAINED)
         self.step += 1
 
     def drop(self, prompt_ids: Iterable[int], reason: str) -> None:
         """Open -> dropped, counted under ``reason`` (short, the same for all prompts of a kind)."""
         if not reason:
             raise ValueError("a prompt is dropped for a reason: say which")
-        opened = (PromptState.OUT, PromptState.PARTIAL, PromptState.BUFFERED)
+        opened = [state for state in PromptState if state.open]
         self.dropped[reason] += self._move(prompt_ids, opened, PromptState.DROPPED)
+
+    def _move(self, prompt_ids: Iterable[int], allowed: Sequence[PromptState], to: PromptState) -> int:
+        """Moves all of them or none; returns how many."""
+        moved = list(prompt_ids)
+        if len(set(moved)) != len(moved):
+            raise LedgerError(f"a prompt is named twice for {to}: {sorted(moved)}")
+        for i in moved:
+            entry = self._open.get(i)
+            if entry is None:
+                known = "closed already" if 0 <= i < self.handed_out else "never handed out"
+                raise LedgerError(f"prompt {i} cannot become {to}: it was {known}")
+            if entry.state not in allowed:
+                raise LedgerError(f"{_name(entry.group.prompt)} cannot become {to}: it is {entry.state}")
+            if to in _WHOLE and not entry.group.scored:
+                raise LedgerError(f"{_name(entry.group.prompt)} cannot become {to}: its group is not whole and scored")
+        for i in moved:
+            if to.open:
+                self._open[i].state = to
+            else:
+                del self._open[i]
+        return len(moved)
+
+    # ------------------------------------------------------------------ views
+
+    def groups(self, *states: PromptState) -> list[SampleGroup]:
+        """The open groups in these states (all when none is named), in the order of the prompts."""
+        return [e.group for e in self._open.values() if not states or e.state in states]
+
+    @property
+    def ready(self) -> list[SampleGroup]:
+        """Buffered groups: whole, scored and kept."""
+        return self.groups(PromptState.BUFFERED)
+
+    @property
+    def waiting(self) -> list[SampleGroup]:
+        """Partial groups: the next to be generated."""
+        return self.groups(PromptState.PARTIAL)
+
+    @property
+    def active(self) -> list[SampleGroup]:
+        """Groups that are out: the rollout that runs works on them."""
+        return self.groups(PromptState.OUT)
+
+    @property
+    def assigned(self) -> list[SampleGroup]:
+        """Groups that a training step was given and that are not booked as trained yet."""
+        return self.groups(PromptState.ASSIGNED)
+
+    def group(self, prompt_id: int) -> SampleGroup | None:
+        """The group of an open prompt, None for one that was never handed out or is closed."""
+        entry = self._open.get(prompt_id)
+        return None if entry is None else entry.group
 
     def state_of(self, prompt_id: int) -> PromptState | None:
         """State of an open prompt, None for one that was never handed out or is closed."""
         entry = self._open.get(prompt_id)
         return None if entry is None else entry.state
-
-    def open(self, *states: PromptState) -> list[Prompt]:
-        """The open prompts in these states (all when none is named), by id."""
-        return [e.prompt for _, e in sorted(self._open.items()) if not states or e.state in states]
-
-    def recover(self, held: Iterable[int] = ()) -> list[Prompt]:
-        """After loading: the prompts to be generated again, because nobody has anything of them any more.
-
-        Args:
-            held: prompt_ids whose samples were restored from the checkpoint's buffer.
-
-        Returns:
-            The open prompts that are not held. They are out from now on: generate them first.
-
-        Raises:
-            LedgerError: a held prompt is not open: buffer and ledger are of different steps.
-        """
-        kept = set(held)
-        if strangers := sorted(kept - self._open.keys()):
-            raise LedgerError(f"the buffer holds prompt {strangers[0]}, which the ledger of step {self.step} closed")
-        lost = [e for _, e in sorted(self._open.items()) if e.prompt.prompt_id not in kept]
-        for entry in lost:
-            entry.state = PromptState.OUT
-        return [e.prompt for e in lost]
 
     def counts(self) -> dict[str, int]:
         """Number of prompts by state, dropped ones by reason too (``dropped/REASON``), for logs."""
@@ -155,104 +210,64 @@ class PromptLedger:
         if booked != handed_out:
             raise LedgerError(f"{handed_out} prompts were handed out and {booked} are accounted for: {self.counts()}")
 
+    # ------------------------------------------------------------------ checkpoints
+
     def state_dict(self) -> dict[str, Any]:
-        """All of it; JSON-able when the rows were, else :func:`relax_data.serialization.to_plain` makes it so."""
+        """All of it as JSON values, as if all were at rest now: out is saved as partial, assigned as buffered."""
+        opened = [
+            {"state": _AT_REST.get(e.state, e.state).value, **group_to_state(e.group)} for e in self._open.values()
+        ]
         return {
             "step": self.step,
+            "handed_out": self.handed_out,
             "trained": self.trained,
             "dropped": dict(self.dropped),
-            "open": [{**dataclasses.asdict(e.prompt), "state": e.state.value} for _, e in sorted(self._open.items())],
-            "closed_below": self._closed_below,
-            "closed": _ranges(sorted(self._closed)),
+            "open": opened,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Becomes the ledger that ``state`` was taken of. Call :meth:`recover` next."""
-        entries = {}
-        for saved in state["open"]:
-            fields = dict(saved)
-            entry_state = PromptState(fields.pop("state"))
-            entries[saved["prompt_id"]] = _Entry(Prompt(**fields), entry_state)
-        self._open = entries
-        self.step, self.trained = state["step"], state["trained"]
-        self.dropped = collections.Counter(state["dropped"])
-        self._closed_below = state["closed_below"]
-        self._closed = {i for first, end in state["closed"] for i in range(first, end)}
-
-    def save(self, path: str | Path) -> None:
-        """Writes the ledger; the file is either the old one or the new one, whole, at any moment.
-
-        Put it into the checkpoint folder before the checkpoint is declared complete.
-        """
-        path = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(to_plain(self.state_dict(), "the prompt ledger", objects=True), file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-
-    @classmethod
-    def load(cls, path: str | Path, *, step: int | None = None) -> "PromptLedger":
-        """Reads a ledger.
-
-        Args:
-            path: what :meth:`save` wrote.
-            step: training steps of the model it is loaded with.
+        """Becomes the ledger that ``state`` was taken of.
 
         Raises:
-            DataError: it cannot be read, or it belongs to another step than the model.
+            DataError: the saved book is damaged; the message names the prompts. Nothing is changed then.
         """
-        ledger = cls()
+        loaded = PromptLedger()
         try:
-            with open(path) as file:
-                ledger.load_state_dict(from_plain(json.load(file)))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} is no readable prompt ledger: {error}") from error
-        if step is not None and ledger.step != step:
-            raise DataError(
-                f"{path} is the ledger after {ledger.step} training steps and the model has {step}: "
-                "load both from the same checkpoint"
-            )
-        return ledger
+            loaded.step, loaded.handed_out = int(state["step"]), int(state["handed_out"])
+            loaded.trained, loaded.dropped = int(state["trained"]), collections.Counter(state["dropped"])
+            loaded._open = _entries(state["open"], loaded.handed_out)
+            loaded.check(loaded.handed_out)
+        except (LedgerError, LookupError, TypeError, ValueError, AttributeError) as error:
+            what = str(error) if isinstance(error, LedgerError | ValueError) else repr(error)
+            raise DataError(f"the checkpoint's prompt ledger is damaged: {what}; load another checkpoint") from error
+        vars(self).update(vars(loaded))
 
-    def _move(self, prompt_ids: Iterable[int], allowed: Sequence[PromptState], to: PromptState) -> int:
-        moved = list(prompt_ids)
-        if len(set(moved)) != len(moved):
-            raise LedgerError(f"a prompt is named twice for {to}: {sorted(moved)}")
-        for i in moved:
-            entry = self._open.get(i)
-            if entry is None:
-                known = "closed already" if self._is_closed(i) else "never handed out"
-                raise LedgerError(f"prompt {i} cannot become {to}: it was {known}")
-            if entry.state not in allowed:
-                raise LedgerError(f"{_name(entry.prompt)} cannot become {to}: it is {entry.state}")
-        for i in moved:
-            if to.open:
-                self._open[i].state = to
-            else:
-                del self._open[i]
-                self._closed.add(i)
-        while self._closed_below in self._closed:
-            self._closed.remove(self._closed_below)
-            self._closed_below += 1
-        return len(moved)
 
-    def _is_closed(self, prompt_id: int) -> bool:
-        return prompt_id < self._closed_below or prompt_id in self._closed
+def _entries(saved: Sequence[dict[str, Any]], handed_out: int) -> dict[int, _Entry]:
+    """The open prompts of a saved ledger by id, ascending.
+
+    Raises:
+        LedgerError: a prompt is there twice, was never handed out, or is in a state it cannot be in.
+    """
+    entries: dict[int, _Entry] = {}
+    wrong: dict[str, list[int]] = collections.defaultdict(list)
+    for fields in saved:
+        group = group_from_state(fields)
+        i, state = group.prompt.prompt_id, fields["state"]
+        if i in entries:
+            wrong["twice in it"].append(i)
+        if not 0 <= i < handed_out:
+            wrong[f"not among the {handed_out} that were handed out"].append(i)
+        if state not in (PromptState.PARTIAL, PromptState.BUFFERED):
+            wrong[f"in state {state!r}, which no saved prompt has"].append(i)
+            continue
+        if state in _WHOLE and not group.scored:
+            wrong[f"{state}, but their groups are not whole and scored"].append(i)
+        entries[i] = _Entry(group, PromptState(state))
+    if wrong:
+        raise LedgerError("; ".join(f"prompts {ids[:5]} are {what}" for what, ids in wrong.items()))
+    return dict(sorted(entries.items()))
 
 
 def _name(prompt: Prompt) -> str:
     return f"prompt {prompt.prompt_id} ({prompt.source})"
-
-
-def _ranges(numbers: Sequence[int]) -> list[list[int]]:
-    """``[1, 2, 3, 7]`` -> ``[[1, 4], [7, 8]]``."""
-    if not numbers:
-        return []
-    cuts = [i + 1 for i, (a, b) in enumerate(pairwise(numbers)) if b != a + 1]
-    return [[numbers[i], numbers[j - 1] + 1] for i, j in pairwise([0, *cuts, len(numbers)])]

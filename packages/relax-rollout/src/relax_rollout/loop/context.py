@@ -5,10 +5,11 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+from relax_data.prompts.ledger import PromptLedger, PromptState
 from relax_data.types import SampleGroup, WeightVersion
 
 from relax_rollout.filters import GroupFilter, judge
-from relax_rollout.loop.buffer import PromptBuffer
+from relax_rollout.loop.feed import PromptFeed
 from relax_rollout.loop.runner import GroupRunner, InflightGroups
 from relax_rollout.settings import RolloutSettings
 
@@ -57,7 +58,8 @@ class RolloutContext:
         rollout_id: int,
         version: WeightVersion,
         settings: RolloutSettings,
-        buffer: PromptBuffer,
+        ledger: PromptLedger,
+        feed: PromptFeed,
         runner: GroupRunner,
         group_filter: GroupFilter | None,
         dropped: list[DroppedPrompt],
@@ -68,15 +70,17 @@ class RolloutContext:
         self.rollout_id = rollout_id
         self.version = version
         self.settings = settings
-        self.buffer = buffer
+        self.ledger = ledger
         self.runner = runner
         self.dropped = dropped
         self.groups_done = 0
+        self._feed = feed
         self._filter = group_filter
         self._max_rejected = max_rejected
         self._make_running = make_running
         self._progress = progress
         self._rejected: Counter[str] = Counter()
+        self._in_hand: set[int] = set()  # of the buffered prompts, those that this rollout took or kept
 
     def running(self) -> InflightGroups:
         """A set of groups that run at the same time, which reports progress while it is waited for."""
@@ -88,7 +92,9 @@ class RolloutContext:
 
     def take_ready(self, n: int) -> list[SampleGroup]:
         """Up to ``n`` whole, accepted groups that an earlier rollout left over."""
-        return self.buffer.take_ready(n)
+        taken = [g for g in self.ledger.ready if g.prompt.prompt_id not in self._in_hand][:n]
+        self._in_hand.update(g.prompt.prompt_id for g in taken)
+        return taken
 
     def take(self, n: int) -> list[SampleGroup]:
         """``n`` groups to generate; fewer only at the end of the last epoch.
@@ -101,7 +107,7 @@ class RolloutContext:
         groups: list[SampleGroup] = []
         while len(groups) < n:
             self._check_rejected()
-            taken = self.buffer.take(n - len(groups))
+            taken = self._feed.take(n - len(groups))
             if not taken:
                 break
             for group in taken:
@@ -120,16 +126,25 @@ class RolloutContext:
         kept, reason = judge(group, self._filter)
         if kept:
             self._rejected.clear()
-            self.buffer.accept(group)
+            if group.prompt.prompt_id not in self._in_hand:
+                self.ledger.buffer([group.prompt.prompt_id])
+                self._in_hand.add(group.prompt.prompt_id)
         else:
             self.drop(group, reason)
         return kept
 
     def drop(self, group: SampleGroup, reason: str) -> None:
-        """Counts the prompt of an active group as dropped."""
+        """Books the prompt of a group that this rollout has as dropped."""
+        self.ledger.drop([group.prompt.prompt_id], reason)
         self.dropped.append(DroppedPrompt(prompt_id=group.prompt.prompt_id, source=group.prompt.source, reason=reason))
-        self.buffer.release(group)
         self._rejected[reason] += 1
+
+    def has(self, group: SampleGroup) -> bool:
+        """True when this rollout took this very group and did not drop it."""
+        prompt_id = group.prompt.prompt_id
+        if self.ledger.group(prompt_id) is not group:
+            return False
+        return self.ledger.state_of(prompt_id) is PromptState.OUT or prompt_id in self._in_hand
 
     def _check_rejected(self) -> None:
         if self._rejected.total() >= self._max_rejected:
@@ -159,7 +174,7 @@ RolloutFunction = Callable[[RolloutContext], Awaitable[list[SampleGroup]]]
 
 
 async def collect_groups(rollout: RolloutContext) -> list[SampleGroup]:
-    """The default rollout function: over-sampling, first finished first.
+    """Collects the groups of a rollout; the default rollout function: over-sampling, first finished first.
 
     Submits ``--over-sampling-batch-size`` prompts for each ``--rollout-batch-size`` groups that are missing, and
     replaces rejected groups in the same proportion. When enough groups are accepted, the others are interrupted: whole
@@ -182,8 +197,8 @@ async def collect_groups(rollout: RolloutContext) -> list[SampleGroup]:
             done += [g for g in await running.next_finished() if rollout.keep(g)]
             rollout.groups_done = min(len(done), wanted)
         for group, whole in await running.interrupt():
-            if not whole or rollout.keep(group):
-                rollout.buffer.put_back(group)
+            if whole:
+                rollout.keep(group)
     except BaseException:
         await running.cancel()
         raise

@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from relax_data.types import Sample, SampleGroup, SampleStatus, WeightVersion
 
@@ -42,7 +42,7 @@ def rollout_metrics(
     tokens: int,
     dropped: Iterable[str],
     restarted: int,
-    buffered: int,
+    prompts: Mapping[str, int],
     timer: PhaseTimer,
 ) -> dict[str, float]:
     """All metrics of a rollout.
@@ -52,7 +52,8 @@ def rollout_metrics(
         tokens: tokens that the engines returned during the rollout, also those thrown away.
         dropped: the reason of each prompt dropped during the rollout.
         restarted: samples whose tokens were thrown away during the rollout, to start again from the prompt.
-        buffered: prompts that wait for the next rollout.
+        prompts: number of prompts of the run by state (:meth:`relax_data.prompts.ledger.PromptLedger.counts`) when
+            the groups are assigned to training.
         timer: the rollout's times.
     """
     samples = [s for g in groups for s in g.samples]
@@ -63,12 +64,17 @@ def rollout_metrics(
         metrics["rollout/staleness"] = statistics.fmean(staleness)
         metrics["rollout/staleness_max"] = float(max(staleness))
     counts = Counter(dropped)
+    buffered = prompts["partial"] + prompts["buffered"]
     metrics |= {f"rollout/dropped/{reason}": float(n) for reason, n in sorted(counts.items())}
     return metrics | {
         "rollout/groups": float(len(groups)),
         "rollout/dropped": float(sum(counts.values())),
         "rollout/restarted_samples": float(restarted),
         "rollout/buffered_groups": float(buffered),
+        "prompts/out": float(prompts["out"] + prompts["assigned"]),
+        "prompts/buffered": float(buffered),
+        "prompts/trained": float(prompts["trained"]),
+        "prompts/dropped": float(prompts["dropped"]),
         "rollout/tokens": float(tokens),
         "rollout/tokens_per_second": tokens / elapsed,
         "time/rollout": elapsed,

@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from relax_data.prompts.ledger import PromptLedger, PromptState
 from relax_data.prompts.source import PromptSource
+from relax_data.serialization import STATE_FORMAT, check_format
 from relax_data.types import SampleGroup, WeightVersion
 
 from relax_rollout.concurrency import UserFunctionError, guarded
@@ -13,7 +15,6 @@ from relax_rollout.engines.router import EngineRouter
 from relax_rollout.filters import GroupFilter, load_filter
 from relax_rollout.generation.generate import GenerationContext, load_generate_function, sampling_params
 from relax_rollout.hooks import load_function
-from relax_rollout.loop.buffer import PromptBuffer
 from relax_rollout.loop.context import (
     DroppedPrompt,
     ProgressCallback,
@@ -22,6 +23,7 @@ from relax_rollout.loop.context import (
     RolloutProgress,
     collect_groups,
 )
+from relax_rollout.loop.feed import PromptFeed
 from relax_rollout.loop.metrics import rollout_metrics
 from relax_rollout.loop.runner import STALL_TIMEOUT_S, GroupRunner, InflightGroups
 from relax_rollout.rewards.base import RewardFunction
@@ -32,7 +34,8 @@ MAX_REJECTED_BATCHES = 16
 """A rollout fails when this many times ``--rollout-batch-size`` prompts in a row are dropped (by the filter, or too
 long): training would wait for ever."""
 
-STATE_FORMAT = 1
+GENERATED_ONLY = "generated only"
+"""Reason under which the prompts of a run that trains nothing are dropped."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -52,7 +55,7 @@ class RolloutResult:
 
 
 class RolloutLoop:
-    """Generates rollouts.
+    """Generates rollouts and books what becomes of every prompt.
 
     Args:
         settings: options of the rollout.
@@ -64,10 +67,14 @@ class RolloutLoop:
         concurrency: most requests at the same time for each engine.
         max_staleness: a buffered sample whose oldest version is further behind the version of the rollout than this
             starts again from its prompt; None: no limit.
+        trains: False when the samples train nothing (a debug run): they are booked as dropped.
         max_rejected: error after this many dropped prompts in a row;
             default: ``MAX_REJECTED_BATCHES * rollout_batch_size``.
         progress: called about every ``progress_interval_s`` seconds while engines or rewards are waited for.
         stall_timeout_s: error after this many seconds in which no sample was generated or scored.
+
+    Attributes:
+        ledger: where each prompt of the run is, with the groups of the open ones.
 
     Raises:
         ValueError: the settings are wrong, a function cannot be imported, or partial rollout is asked for.
@@ -84,6 +91,7 @@ class RolloutLoop:
         filter: GroupFilter | None = None,
         concurrency: int = 512,
         max_staleness: int | None = None,
+        trains: bool = True,
         max_rejected: int | None = None,
         progress: ProgressCallback | None = None,
         progress_interval_s: float = 5.0,
@@ -113,20 +121,23 @@ class RolloutLoop:
         self._progress = progress
         self._progress_interval_s = progress_interval_s
         self._stall_timeout_s = stall_timeout_s
-        self._buffer = PromptBuffer(source, settings.n_samples_per_prompt)
+        self._trains = trains
+        self.ledger = PromptLedger()
+        self._source = source
+        self._feed = PromptFeed(source, self.ledger, settings.n_samples_per_prompt)
         self._dropped: list[DroppedPrompt] = []
         self._busy = False
 
     @property
     def exhausted(self) -> bool:
         """True when the source has no more prompts and none is buffered: further rollouts would be empty."""
-        return self._buffer.source_exhausted and not len(self._buffer)
+        return self._feed.source_exhausted and not self.ledger.groups(PromptState.PARTIAL, PromptState.BUFFERED)
 
     async def generate(self, rollout_id: int, version: WeightVersion) -> RolloutResult:
-        """Collects the groups of one rollout.
+        """Collects the groups of one rollout, and assigns them to the training step that follows.
 
-        When it raises or is cancelled, all its prompts are back in the buffer and no request is left running, so that
-        it may be called again.
+        What the rollout before returned is settled first (:meth:`settle`). When it raises or is cancelled, all its
+        prompts wait for the next rollout and no request is left running, so that it may be called again.
 
         Args:
             rollout_id: absolute id, for messages and request ids.
@@ -139,17 +150,17 @@ class RolloutLoop:
             TimeoutError: an engine does not abort, or nothing moves any more.
         """
         assert not self._busy, "one rollout of a loop at a time"
+        self.settle()
         self._busy = True
         timer = PhaseTimer()
         router = EngineRouter(self.engines, self._concurrency, timer)
         rollout = self._start(rollout_id, version, router, timer)
         try:
             self._restart_stale(rollout)
-            groups = self._checked(await self._collected(rollout))
-            for group in groups:
-                self._buffer.release(group)
+            groups = self._checked(rollout, await self._collected(rollout))
+            self.ledger.assign(g.prompt.prompt_id for g in groups)
         finally:
-            self._buffer.put_back_active()
+            self._feed.put_back()
             self._busy = False
         dropped, self._dropped = self._dropped, []
         metrics = rollout_metrics(
@@ -158,19 +169,30 @@ class RolloutLoop:
             tokens=router.tokens,
             dropped=(d.reason for d in dropped),
             restarted=rollout.runner.restarted,
-            buffered=len(self._buffer),
+            prompts=self.ledger.counts(),
             timer=timer,
         )
         return RolloutResult(groups=groups, metrics=metrics, dropped=dropped)
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able: the source's cursor and everything taken from it that no rollout has returned yet.
+    def settle(self) -> None:
+        """Books what the last rollout returned: by now the trainer has it. Does nothing when that is booked already."""
+        returned = [g.prompt.prompt_id for g in self.ledger.assigned]
+        if returned and self._trains:
+            self.ledger.train(returned)
+        elif returned:
+            self.ledger.drop(returned, GENERATED_ONLY)
 
-        May be called while a rollout runs: its groups are written as if it were interrupted now.
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: the source's cursor, the ledger with its open groups, and drops that no result has told yet.
+
+        What the last rollout returned is settled first: a checkpoint is taken after the training step. May be called
+        while a rollout runs: its groups are written as if it were interrupted now.
         """
+        self.settle()
         return {
             "format": STATE_FORMAT,
-            "buffer": self._buffer.state_dict(),
+            "source": self._source.state_dict(),
+            "ledger": self.ledger.state_dict(),
             "dropped": [dataclasses.asdict(d) for d in self._dropped],
         }
 
@@ -178,16 +200,18 @@ class RolloutLoop:
         """Goes on where :meth:`state_dict` was called.
 
         Raises:
-            ValueError: it was written in another format.
+            ValueError: it was written in another format, is damaged (the message names the prompts), or belongs to
+                other data. Nothing was loaded then.
         """
         assert not self._busy, "a state is loaded between rollouts"
-        if state.get("format") != STATE_FORMAT:
-            raise ValueError(
-                f"the rollout state of the checkpoint has format {state.get('format')!r}, this version reads "
-                f"{STATE_FORMAT}; resume with the version that wrote it"
-            )
-        self._buffer.load_state_dict(state["buffer"])
-        self._dropped = [DroppedPrompt(**d) for d in state["dropped"]]
+        check_format(state)
+        dropped = [DroppedPrompt(**d) for d in state["dropped"]]
+        ledger = PromptLedger()
+        ledger.load_state_dict(state["ledger"])
+        self._source.load_state_dict(state["source"])
+        self._dropped, self.ledger = dropped, ledger
+        self._feed = PromptFeed(self._source, ledger, self.settings.n_samples_per_prompt)
+        self._feed.restart_resized()
 
     def _start(
         self, rollout_id: int, version: WeightVersion, router: EngineRouter, timer: PhaseTimer
@@ -221,7 +245,8 @@ class RolloutLoop:
             rollout_id=rollout_id,
             version=version,
             settings=self.settings,
-            buffer=self._buffer,
+            ledger=self.ledger,
+            feed=self._feed,
             runner=runner,
             group_filter=self._filter,
             dropped=self._dropped,
@@ -240,12 +265,12 @@ class RolloutLoop:
         if self._max_staleness is None:
             return
         oldest = rollout.version - self._max_staleness
-        for group in (*self._buffer.ready, *self._buffer.waiting):
+        for group in (*self.ledger.ready, *self.ledger.waiting):
             stale = [s for s in group.samples if s.oldest_version is not None and s.oldest_version < oldest]
             for sample in stale:
                 rollout.runner.restart(sample)
-            if stale:
-                self._buffer.wait(group)
+            if stale and self.ledger.state_of(group.prompt.prompt_id) is PromptState.BUFFERED:
+                self.ledger.interrupt([group.prompt.prompt_id])
 
     async def _collected(self, rollout: RolloutContext) -> Any:
         try:
@@ -254,18 +279,20 @@ class RolloutLoop:
             path = self.settings.rollout_function_path
             raise ValueError(f"rollout {rollout.rollout_id}: --rollout-function-path {path} raised {e}") from e
 
-    def _checked(self, groups: Any) -> list[SampleGroup]:
+    def _checked(self, rollout: RolloutContext, groups: Any) -> list[SampleGroup]:
         """The groups in the order of the prompts; what a function of the user returned is not trusted."""
         if self.settings.rollout_function_path is not None:
             name = f"--rollout-function-path {self.settings.rollout_function_path}"
             if not isinstance(groups, list) or not all(isinstance(g, SampleGroup) for g in groups):
                 raise ValueError(f"{name} returned {type(groups).__name__}; it must return a list of SampleGroup")
+            seen: set[int] = set()
             for group in groups:
-                if not self._buffer.is_active(group):
+                if not rollout.has(group) or group.prompt.prompt_id in seen:
                     raise ValueError(
                         f"{name} returned a group for {group.prompt.source} that it did not take with rollout.take, "
                         "or returned it twice"
                     )
-                if not group.finished or any(s.reward is None for s in group.samples):
+                seen.add(group.prompt.prompt_id)
+                if not group.scored:
                     raise ValueError(f"{name} returned an unfinished group for {group.prompt.source}")
         return sorted(groups, key=lambda g: g.prompt.prompt_id)

@@ -1,0 +1,65 @@
+"""Where a rollout gets its groups from: what waits in the ledger, then new prompts of the source."""
+
+import logging
+
+from relax_data.prompts.ledger import PromptLedger, PromptState
+from relax_data.prompts.source import PromptSource
+from relax_data.types import SampleGroup
+
+logger = logging.getLogger(__name__)
+
+
+class PromptFeed:
+    """Takes groups out of the ledger and, when none waits there, prompts out of the source into the ledger.
+
+    It keeps no prompt itself: what it gave is out in the ledger.
+
+    Attributes:
+        source_exhausted: the source gave fewer prompts than it was asked for: it has no more.
+    """
+
+    def __init__(self, source: PromptSource, ledger: PromptLedger, n_samples: int) -> None:
+        self.source_exhausted = False
+        self._source = source
+        self._ledger = ledger
+        self._n_samples = n_samples
+
+    def take(self, n: int) -> list[SampleGroup]:
+        """Up to ``n`` groups to generate: waiting ones, then new prompts. They are out from now on.
+
+        Fewer than ``n`` only when the source has no more.
+        """
+        taken = self._ledger.waiting[:n]
+        self._ledger.take_back(g.prompt.prompt_id for g in taken)  # before the source is asked, which may raise
+        missing = n - len(taken)
+        if missing > 0:
+            prompts = self._source.next(missing)
+            self.source_exhausted = len(prompts) < missing
+            new = [SampleGroup.start(prompt, self._n_samples) for prompt in prompts]
+            self._ledger.hand_out(new)
+            taken += new
+        return taken
+
+    def put_back(self) -> None:
+        """Lets all groups that are out wait for the next rollout; samples that an error left half done start again."""
+        active = self._ledger.active
+        for sample in (s for g in active for s in g.samples):
+            if not sample.status.finished:
+                sample.restart()
+        self._ledger.interrupt(g.prompt.prompt_id for g in active)
+
+    def restart_resized(self) -> None:
+        """After a load: groups of another size than ``n_samples`` start again, with that many samples."""
+        resized = [g for g in self._ledger.groups() if len(g.samples) != self._n_samples]
+        if not resized:
+            return
+        logger.warning(
+            "the checkpoint buffers %d prompts with %d responses each, --n-samples-per-prompt is %d: they restart",
+            len(resized),
+            len(resized[0].samples),
+            self._n_samples,
+        )
+        for group in resized:
+            group.samples = SampleGroup.start(group.prompt, self._n_samples).samples
+            if self._ledger.state_of(group.prompt.prompt_id) is PromptState.BUFFERED:
+                self._ledger.interrupt([group.prompt.prompt_id])

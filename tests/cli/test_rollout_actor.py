@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from relax_cli.config.resolution import resolve
 from relax_cli.workers.rollout import RolloutActor
+from relax_rollout.engines.base import EngineAddress
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,7 @@ def test_the_actor_resumes_with_the_prompts_it_saved(task: Any, tmp_path: Path) 
         "    return groups[:1]\n"
     )
     config = resolve(task.flags(rollout_function_path="collector_of_this_test:collect"), {})
-    engine = {"url": "http://127.0.0.1:9", "name": "engine0", "log_path": "engine0.log"}  # never asked
+    engine = EngineAddress(name="engine0", url="http://127.0.0.1:9", log_path="engine0.log")  # never asked
 
     async def run() -> None:
         actor, again = RolloutActor(config), RolloutActor(config)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from relax_data.serialization import from_plain, to_plain
+from relax_data.serialization import to_plain
 
-__all__ = ["describe", "from_plain", "shown", "to_plain"]
+__all__ = ["describe", "shown", "to_plain"]
 
 
 def describe(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from engine_gate import Gate
 from leftovers import Leftovers
@@ -20,6 +21,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Without byte code every process of the tests compiles torch's modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# How long an example takes says how busy the machine is, not whether the code is right.
+hypothesis.settings.register_profile("relax", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("relax")
 
 
 def pytest_configure(config: pytest.Config) -> None:

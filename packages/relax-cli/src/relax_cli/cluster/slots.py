@@ -5,10 +5,12 @@ Ray is imported inside the functions: ``relax train --help`` must not pay for it
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from relax_cli.cluster.placement import Placement
 from relax_cli.cluster.ray_cluster import cluster_gpus
-from relax_cli.cluster.waits import StopFlag, StopRequested, wait_for
+from relax_cli.cluster.waits import Heartbeat, StopFlag, StopRequested, wait_for
 
 PLACEMENT_DEADLINE_S = 300.0
 """How long a run waits for the cluster to have room for it."""
@@ -26,8 +28,44 @@ class Slot:
     """What CUDA_VISIBLE_DEVICES calls the GPU on its node; None on a CPU machine."""
 
 
-def reserve(n_slots: int, *, gpus: bool, stop: StopFlag | None = None) -> tuple[Any, list[Slot]]:
+def slots_needed(placement: Placement) -> int:
+    """Slots of a run: on shared ones engines and trainer take turns, otherwise each side has its own."""
+    engines = placement.engines * placement.gpus_per_engine
+    return max(placement.train_ranks, engines) if placement.shared else placement.train_ranks + engines
+
+
+def trainer_slots(placement: Placement, slots: Sequence[Slot]) -> list[Slot]:
+    """The slots of the trainer's ranks, in rank order: the first ones."""
+    return list(slots[: placement.train_ranks])
+
+
+def engine_slots(placement: Placement, slots: Sequence[Slot]) -> list[list[Slot]]:
+    """The slots of each engine, all on one node: from slot 0 on where slots are shared, else behind the trainer's.
+
+    Raises:
+        ValueError: an engine would span nodes; the message names the flag.
+    """
+    per = placement.gpus_per_engine
+    first = 0 if placement.shared else placement.train_ranks
+    engines = [list(slots[first + i * per : first + (i + 1) * per]) for i in range(placement.engines)]
+    for i, own in enumerate(engines):
+        if len({s.node_id for s in own}) != 1:
+            raise ValueError(
+                f"--rollout-num-gpus-per-engine {per}: engine {i} would span the nodes "
+                f"{sorted({s.node_ip for s in own})}. "
+                "An engine must fit into one node: choose a divisor of the GPUs of a node."
+            )
+    return engines
+
+
+def reserve(
+    n_slots: int, *, gpus: bool, stop: StopFlag | None = None, heartbeat: Heartbeat | None = None
+) -> tuple[Any, list[Slot]]:
     """Reserves ``n_slots`` places and sorts them by node, then GPU, so that neighbours in the list share a node.
+
+    Args:
+        gpus: each place has a GPU.
+        heartbeat: tells the user what is waited for.
 
     Returns:
         Ray's placement group, and its slots in rank order.
@@ -50,6 +88,8 @@ def reserve(n_slots: int, *, gpus: bool, stop: StopFlag | None = None) -> tuple[
     while not group.wait(1):
         stopped = stop is not None and stop.requested
         if not stopped and time.monotonic() < give_up:
+            if heartbeat is not None:
+                heartbeat.waiting(f"room for {n_slots} process(es) in the Ray cluster")
             continue
         remove_placement_group(group)
         if stopped:
@@ -66,7 +106,9 @@ def reserve(n_slots: int, *, gpus: bool, stop: StopFlag | None = None) -> tuple[
         return context.get_node_id(), ray.util.get_node_ip_address(), str(ids[0]) if ids else None
 
     places = [where.options(**strategy(group, i)).remote() for i in range(n_slots)]
-    found = wait_for(places, "the reserved places to answer", stop=stop, deadline_s=PLACEMENT_DEADLINE_S)
+    found = wait_for(
+        places, "the reserved places to answer", stop=stop, deadline_s=PLACEMENT_DEADLINE_S, heartbeat=heartbeat
+    )
     slots = [Slot(i, *place) for i, place in enumerate(found)]
     return group, sorted(slots, key=lambda s: (s.node_ip, s.node_id, int(s.gpu_id or 0), s.bundle))
 

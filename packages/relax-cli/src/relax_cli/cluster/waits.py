@@ -4,9 +4,18 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, overload
+
+from relax_cli.cluster.actors import Ref
+
+R = TypeVar("R")
 
 log = logging.getLogger(__name__)
+
+CALL_DEADLINE_S = 24 * 3600.0
+"""No generation or training step of ours lasts a day; a wait this long is a hang."""
+SETUP_DEADLINE_S = 1800.0
+"""Each part of a start but the engines, which have their own."""
 
 
 class StopRequested(Exception):
@@ -44,6 +53,68 @@ class StopFlag:
         return min(seconds, max(1.0, self.at + self.total_s - time.monotonic())) if self.requested else seconds
 
 
+class Heartbeat:
+    """Speaks up when a start has been silent for too long.
+
+    One for the whole start: two waits of 7 s after each other are 14 s of silence.
+    """
+
+    def __init__(
+        self, note: Callable[[str], None], *, every_s: float = 8.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Starts to count the silence.
+
+        Args:
+            note: takes a line for the user.
+            every_s: seconds of silence after which :meth:`waiting` says something.
+            clock: seconds, of any beginning.
+        """
+        self._note, self._every_s, self._clock = note, every_s, clock
+        self._told = clock()
+
+    def note(self, message: str) -> None:
+        """Says something, which ends a silence."""
+        self._note(message)
+        self._told = self._clock()
+
+    def waiting(self, what: str, status: Callable[[], str] | None = None) -> None:
+        """Tells it what is waited for now; call it often. The user is told when the silence has become too long.
+
+        Args:
+            what: completes "waiting for ...".
+            status: details, asked for only when something is said; it must answer within 2 s.
+        """
+        if self._clock() - self._told >= self._every_s:
+            details = status() if status is not None else ""
+            self.note(f"waiting for {what}: {details}" if details else f"waiting for {what}")
+
+
+@overload
+def wait_for(
+    refs: list[Ref[R]],
+    what: str,
+    *,
+    stop: StopFlag | None = ...,
+    deadline_s: float,
+    remind_s: float = ...,
+    status: Callable[[], str] | None = ...,
+    heartbeat: Heartbeat | None = ...,
+) -> list[R]: ...
+
+
+@overload
+def wait_for(
+    refs: Ref[R],
+    what: str,
+    *,
+    stop: StopFlag | None = ...,
+    deadline_s: float,
+    remind_s: float = ...,
+    status: Callable[[], str] | None = ...,
+    heartbeat: Heartbeat | None = ...,
+) -> R: ...
+
+
 def wait_for(
     refs: Any,
     what: str,
@@ -52,6 +123,7 @@ def wait_for(
     deadline_s: float,
     remind_s: float = 60.0,
     status: Callable[[], str] | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> Any:
     """``ray.get`` that says what it waits for, ends at a deadline and gives way to a stop request.
 
@@ -61,6 +133,7 @@ def wait_for(
         deadline_s: seconds after which the wait is an error.
         remind_s: seconds between two messages of a long wait.
         status: asked for the details of such a message.
+        heartbeat: of a start; it tells the user what is waited for, instead of the messages in the log.
 
     Raises:
         TimeoutError: the deadline passed.
@@ -88,7 +161,9 @@ def wait_for(
             raise StopRequested(what)
         if now - start > deadline_s:
             raise TimeoutError(f"waited {now - start:.0f} s for {what}: giving up")
-        if now - reminded >= remind_s:
+        if heartbeat is not None:
+            heartbeat.waiting(what, status)
+        elif now - reminded >= remind_s:
             details = f": {status()}" if status is not None else ""
             log.warning("still waiting for %s (%.0f s)%s", what, now - start, details)
             reminded = now

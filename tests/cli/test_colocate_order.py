@@ -3,19 +3,31 @@
 import dataclasses
 import io
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from relax_cli.cluster.waits import StopFlag
-from relax_cli.config.settings import DebugSettings, RunSettings
-from relax_cli.controllers.colocate import ColocateRun, Outcome
-from relax_cli.run.debug_data import save_groups
+from relax_cli.config.settings import ClusterSettings, DebugSettings, RunSettings
+from relax_cli.controllers.base import Outcome
+from relax_cli.controllers.modes import CONTROLLERS, mode_of
+from relax_cli.run.debug_data import FileRows, save_groups
 from relax_cli.run.progress import Progress
 from relax_cli.run.tracking import Trackers
-from relax_data.types import Prompt, SampleGroup, SampleStatus
+from relax_cli.workers.group import WorkerGroups
+from relax_cli.workers.references import RolloutRows, RowReference
+from relax_cli.workers.rollout import RolloutOutput
+from relax_cli.workers.rollout_worker import RolloutWorker
+from relax_cli.workers.trainer_group import TrainerGroup
+from relax_data.types import Prompt, SampleGroup, SampleStatus, StepManifest, TrainBatch
 from relax_train.settings import CheckpointSettings, ModelSettings, TrainSettings
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from relax_rollout.engines.base import MemoryTag
+
+Checkpoint = tuple[int, dict[str, Any]]
 
 
 @dataclasses.dataclass
@@ -23,42 +35,138 @@ class Config:
     run: RunSettings
     train: TrainSettings
     debug: DebugSettings
+    cluster: ClusterSettings
 
 
-class RecordingWorkers:
-    """Answers like the actors of a run whose prompts last for ``rollouts`` rollouts."""
+class Book:
+    """The calls of one run in order, each as its name and its numbers."""
 
-    def __init__(self, *, shares_gpu: bool = False, rollouts: int = 1000, checkpoint: Any = None) -> None:
-        self.shares_gpu, self.calls = shares_gpu, list[str]()
-        self.on_call: dict[str, Any] = {}
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.on_call: dict[str, Callable[[], object]] = {}
         self.served = 0
-        self._left, self._checkpoint = rollouts, checkpoint
 
-    def rollout(self, method: str, *args: Any, what: str, deadline_s: float = 0.0) -> Any:
-        self._note(method, args)
-        if method == "generate":
-            self._left -= 1
-            return {"groups": [group(args[0])] if self._left >= 0 else [], "metrics": {"rollout/reward": 1.0}}
-        return {
-            "weight_versions": [self.served],
-            "evaluate": {"eval/held-out/reward": 0.5},
-            "state_dict": {"cursor": sum(c.startswith("generate") for c in self.calls)},
-        }.get(method)
+    def note(self, method: str, *numbers: int) -> None:
+        self.calls.append(" ".join([method, *map(str, numbers)]))
+        if self.calls[-1] in self.on_call:
+            self.on_call[self.calls[-1]]()
 
-    def trainers(self, method: str, *args: Any, what: str, deadline_s: float = 0.0) -> list[Any]:
-        self._note(method, args)
-        if method == "push_weights":
-            self.served = args[0]
-        if method == "save":
-            self.saved_state = args[2]
-        return [{"train": {"train/loss": 0.0}, "load": self._checkpoint}.get(method)]
 
-    def _note(self, method: str, args: tuple[Any, ...]) -> None:
-        numbers = [str(a) for a in args if isinstance(a, int)]
-        self.calls.append(" ".join([method, *numbers]))
-        for call, action in self.on_call.items():
-            if call == self.calls[-1]:
-                action()
+class RecordingRollout(RolloutWorker):
+    """A rollout worker whose prompts last for ``rollouts`` rollouts."""
+
+    def __init__(self, book: Book, rollouts: int, trains: bool) -> None:
+        self._book, self._left, self._trains = book, rollouts, trains
+
+    def generate(self, rollout_id: int, version: int, *, save_to: Path | None = None) -> RolloutOutput:
+        self._book.note("generate", rollout_id, version)
+        self._left -= 1
+        if self._left < 0:
+            return RolloutOutput(0, None, {})
+        if save_to is not None:
+            save_groups([group(rollout_id)], save_to)
+        manifest = StepManifest.of(TrainBatch.from_groups([group(rollout_id)], rollout_id))
+        return RolloutOutput(1, manifest if self._trains else None, {"rollout/reward": 1.0})
+
+    def rows(self, rollout_id: int) -> RolloutRows:
+        return RolloutRows(None, rollout_id)  # type: ignore[arg-type]
+
+    def evaluate(self, version: int) -> dict[str, float]:
+        self._book.note("evaluate", version)
+        return {"eval/held-out/reward": 0.5}
+
+    def weight_versions(self) -> list[int]:
+        self._book.note("weight_versions")
+        return [self._book.served]
+
+    def release_memory(self) -> None:
+        self._book.note("release_memory")
+
+    def resume_memory(self, tag: "MemoryTag") -> None:
+        self._book.note("resume_memory")
+
+    def state_dict(self) -> dict[str, Any]:
+        self._book.note("state_dict")
+        return {"cursor": sum(c.startswith("generate") for c in self._book.calls)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._book.note("load_state_dict")
+
+
+class RecordingTrainers(TrainerGroup):
+    """Ranks that find ``checkpoint`` when they load one."""
+
+    def __init__(self, book: Book, checkpoint: Checkpoint | None) -> None:
+        self._book, self._checkpoint = book, checkpoint
+        self.rows: list[RowReference] = []
+        self.saved_state: dict[str, Any] = {}
+
+    def train(self, manifest: StepManifest, rows: RowReference, rollout_id: int) -> dict[str, float]:
+        assert manifest.rollout_id == rollout_id
+        self.rows.append(rows)
+        self._book.note("train", rollout_id)
+        return {"train/loss": 0.0}
+
+    def push_weights(self, version: int) -> None:
+        self._book.note("push_weights", version)
+        self._book.served = version
+
+    def sleep(self) -> None:
+        self._book.note("sleep")
+
+    def wake(self) -> None:
+        self._book.note("wake")
+
+    def save(self, directory: str, rollout_id: int, extra: dict[str, Any]) -> None:
+        self._book.note("save", rollout_id)
+        self.saved_state = extra
+
+    def load(self, directory: str) -> Checkpoint | None:
+        self._book.note("load")
+        return self._checkpoint
+
+    def save_hf(self, directory: str) -> None:
+        self._book.note("save_hf")
+
+
+class RecordingWorkers(WorkerGroups):
+    """Answers like the actors of a run, in one book."""
+
+    def __init__(
+        self,
+        *,
+        shares_gpu: bool = False,
+        rollouts: int = 1000,
+        checkpoint: Checkpoint | None = None,
+        trains: bool = True,
+    ) -> None:
+        self._book, self._shares_gpu = Book(), shares_gpu
+        self._rollout = RecordingRollout(self._book, rollouts, trains)
+        self._trainers = self.ranks = RecordingTrainers(self._book, checkpoint)
+
+    @property
+    def shares_gpu(self) -> bool:
+        return self._shares_gpu
+
+    @property
+    def calls(self) -> list[str]:
+        return self._book.calls
+
+    @property
+    def on_call(self) -> dict[str, Callable[[], object]]:
+        return self._book.on_call
+
+    @property
+    def saved_state(self) -> dict[str, Any]:
+        return self.ranks.saved_state
+
+    @property
+    def rows(self) -> list[RowReference]:
+        return self.ranks.rows
+
+    def serve(self, version: int) -> None:
+        """Makes the engines name another version than was pushed."""
+        self._book.served = version
 
 
 def group(prompt_id: int) -> SampleGroup:
@@ -71,11 +179,6 @@ def group(prompt_id: int) -> SampleGroup:
     return found
 
 
-@pytest.fixture(autouse=True)
-def _no_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.put", lambda value: "batch")
-
-
 def run(
     workers: RecordingWorkers, *, stop: StopFlag | None = None, save: dict[str, Any] | None = None, **options: Any
 ) -> Outcome:
@@ -84,9 +187,10 @@ def run(
         RunSettings(**options),
         TrainSettings(model=ModelSettings(hf_checkpoint="m"), checkpoint=CheckpointSettings(**(save or {}))),
         DebugSettings(**debug),
+        ClusterSettings(),
     )
-    progress = Progress(Console(file=io.StringIO()))
-    return ColocateRun(config, workers, Trackers([]), progress, stop or StopFlag()).run()  # type: ignore[arg-type]
+    progress, controller = Progress(Console(file=io.StringIO())), CONTROLLERS[mode_of(config.cluster)]
+    return controller(config, workers, Trackers([]), progress, stop or StopFlag()).run()  # type: ignore[arg-type]
 
 
 def only(calls: list[str], *methods: str) -> list[str]:
@@ -102,6 +206,7 @@ def test_a_step_generates_trains_and_pushes_the_next_version() -> None:
         *("generate 1 1", "train 1", "push_weights 2", "weight_versions"),
     ]
     assert (outcome.first_rollout, outcome.next_rollout) == (0, 2)
+    assert [rows.rollout_id for rows in workers.rows if isinstance(rows, RolloutRows)] == [0, 1]
 
 
 def test_engines_and_trainer_take_turns_on_shared_gpus() -> None:
@@ -118,7 +223,7 @@ def test_engines_and_trainer_take_turns_on_shared_gpus() -> None:
 
 def test_an_engine_that_serves_other_weights_ends_the_run() -> None:
     workers = RecordingWorkers()
-    workers.on_call["weight_versions"] = lambda: setattr(workers, "served", 7)
+    workers.on_call["weight_versions"] = lambda: workers.serve(7)
     with pytest.raises(RuntimeError, match=r"version 0 the engines serve \[7\]"):
         run(workers, num_rollout=1)
 
@@ -194,7 +299,7 @@ def test_a_stop_finishes_the_step_and_saves_it() -> None:
 
 
 def test_rollouts_alone_train_and_push_nothing_and_keep_the_start_weights(tmp_path: Path) -> None:
-    workers = RecordingWorkers()
+    workers = RecordingWorkers(trains=False)
     run(workers, num_rollout=2, debug_rollout_only=True, save_debug_rollout_data=str(tmp_path / "{rollout_id}.jsonl"))
     assert workers.calls == ["generate 0 0", "generate 1 0"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0.jsonl", "1.jsonl"]
@@ -206,4 +311,5 @@ def test_training_alone_asks_no_engine(tmp_path: Path) -> None:
     data = str(tmp_path / "{rollout_id}.jsonl")
     run(workers, num_rollout=1, debug_train_only=True, load_debug_rollout_data=data, save={"save": "s"})
     assert workers.calls == ["train 0", "save 0"]
+    assert workers.rows == [FileRows(tmp_path / "0.jsonl", 0)], "each rank reads the file itself"
     assert workers.saved_state == {"rollout": None}

@@ -10,7 +10,7 @@ import pytest
 from relax_cli.cluster.waits import StopFlag, StopRequested
 from relax_cli.config.resolution import resolve
 from relax_cli.config.run_config import RunConfig
-from relax_cli.controllers.colocate import Outcome
+from relax_cli.controllers.base import Outcome
 from relax_cli.run import launch as controller
 from relax_cli.run.tracking import JsonLinesTracker
 from relax_cli.workers.group import WorkerGroups

@@ -13,6 +13,7 @@ from relax_cli.checks.file_checks import file_needs, file_problems
 from relax_cli.checks.lengths import ENGINE_MARGIN, micro_batch_tokens
 from relax_cli.cluster.placement import SIZES, local_gpus
 from relax_cli.config.run_config import RunConfig
+from relax_cli.controllers.modes import mode_refusal
 
 Problems = list[str]
 
@@ -294,10 +295,9 @@ def _start_needs(config: RunConfig) -> Problems:
         found.append(f"a rollout to run: --start-rollout-id {first} lies behind the last one of --num-rollout {length}")
     if not config.reward.configured and not config.debug.debug_train_only:
         found.append("what scores a response: add --rm-type, --custom-rm-path or --rm-url")
-    if config.cluster.fully_async:
-        found.append(
-            "--fully-async is planned and checked by this version, but it runs --colocate only: remove --fully-async"
-        )
+    refusal = mode_refusal(config.cluster)
+    if refusal is not None:
+        found.append(refusal)
     if config.rollout.partial_rollout:
         found.append(
             "--partial-rollout is planned and checked by this version, but not carried out yet: remove it; interrupted "

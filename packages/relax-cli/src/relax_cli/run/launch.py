@@ -18,7 +18,8 @@ from relax_cli.cluster.waits import StopFlag, StopRequested
 from relax_cli.config.export import to_toml
 from relax_cli.config.resolution import fit
 from relax_cli.config.run_config import RunConfig
-from relax_cli.controllers.colocate import ColocateRun, Outcome
+from relax_cli.controllers.base import Outcome
+from relax_cli.controllers.modes import CONTROLLERS, mode_of
 from relax_cli.run import folder as run_folder
 from relax_cli.run.progress import PHASES, Progress, plot_reward
 from relax_cli.run.tracking import JsonLinesTracker, TensorBoardTracker, Tracker, Trackers, WandbTracker, read_metrics
@@ -81,7 +82,8 @@ def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag, outcome: 
             try:
                 workers.start()
                 stop.stepping = True
-                ColocateRun(config, workers, trackers, progress, stop, outcome).run()
+                controller = CONTROLLERS[mode_of(config.cluster)]
+                controller(config, workers, trackers, progress, stop, outcome).run()
             finally:
                 workers.close()
 

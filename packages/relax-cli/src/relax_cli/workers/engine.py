@@ -2,13 +2,15 @@
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from relax_cli.checks.lengths import context_lengths
 from relax_cli.workers.process import enter_folder
 
 if TYPE_CHECKING:
     from relax_rollout.engines.base import EngineAddress
+
+    from relax_cli.config.run_config import RunConfig
 
 
 class EngineActor:
@@ -20,7 +22,7 @@ class EngineActor:
 
     def __init__(
         self,
-        config: Any,
+        config: "RunConfig",
         *,
         name: str,
         seed: int,
@@ -32,7 +34,7 @@ class EngineActor:
         """Prepares, without starting, the server.
 
         Args:
-            config: the run's ``RunConfig``.
+            config: all settings of the run.
             name: ``engine0``, ``engine1``, ...
             seed: of its sampler; another one for each engine.
             gpu_ids: GPUs of this node that it may use, as CUDA_VISIBLE_DEVICES calls them; empty on CPU.

@@ -1,116 +1,155 @@
-"""All actors of a colocate run: placed, started in order, asked together, stopped."""
+"""All actors of a run: placed, started in order, stopped. What each side can do is in its own class."""
 
 import logging
 import os
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from relax_cli.cluster.slots import Slot, reserve, strategy
-from relax_cli.cluster.waits import StopFlag, StopRequested, wait_for
+from relax_cli.cluster.actors import Actor, Ref, creator
+from relax_cli.cluster.slots import Slot, engine_slots, reserve, slots_needed, strategy, trainer_slots
+from relax_cli.cluster.waits import SETUP_DEADLINE_S, Heartbeat, StopFlag, wait_for
 from relax_cli.config.run_config import RunConfig
+from relax_cli.workers.engine import EngineActor
+from relax_cli.workers.engine_group import EngineGroup
 from relax_cli.workers.process import actor_environment
+from relax_cli.workers.rollout import RolloutActor
+from relax_cli.workers.rollout_worker import RolloutWorker
+from relax_cli.workers.trainer import TrainActor, TrainerFacts
+from relax_cli.workers.trainer_group import TrainerGroup
 
 if TYPE_CHECKING:
     from relax_rollout.engines.base import EngineAddress
 
 log = logging.getLogger(__name__)
 
-ENGINE_START_DEADLINE_S = 1800.0
-"""Loading a large checkpoint and capturing CUDA graphs can take many minutes."""
-SETUP_DEADLINE_S = 1800.0
-ENGINE_PROGRESS_S = 20.0
-"""How often a start says what the first engine is doing."""
-CALL_DEADLINE_S = 24 * 3600.0
-"""No generation or training step of ours lasts a day; a wait this long is a hang."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
 STOP_DEADLINE_S = 8.0
 ABANDON_DEADLINE_S = 2.0
 """The same for a start that is given up: who still loads has nothing to put in order, and would not answer in time."""
 
 
 class WorkerGroups:
-    """Owns the Ray actors. Engines and trainer ranks share the same slots (colocate)."""
+    """Owns the actors: the rollout worker, the engines and the trainer's ranks, as far as the run has them.
+
+    On shared slots engines and ranks take turns; on separate ones each side has its own
+    (:mod:`relax_cli.cluster.slots`).
+    """
 
     def __init__(self, config: RunConfig, *, stop: StopFlag, note: Callable[[str], None]) -> None:
+        """Starts nothing yet.
+
+        Args:
+            config: all settings of the run, with its placement.
+            stop: gives up the start, and every wait.
+            note: takes lines for the user while the parts start.
+        """
         assert config.placement is not None, "the cluster is known before its workers"
         self.config, self.shape = config, config.placement
-        self._stop, self._note = stop, note
-        self._engine_actors: list[Any] = []
-        self._trainers: list[Any] = []
-        self._one_node = False
-        self._rollout: Any = None
-        self._group: Any = None
+        self._stop, self._heartbeat = stop, Heartbeat(note)
+        self._actors: list[Actor[Any]] = []
+        self._rollout: RolloutWorker | None = None
+        self._engines: EngineGroup | None = None
+        self._trainers: TrainerGroup | None = None
+        self._placement_group: Any = None
         self._started = False
-        self.engine_addresses: list[EngineAddress] = []
+
+    @property
+    def rollout(self) -> RolloutWorker:
+        """Who generates; not with ``--debug-train-only``."""
+        assert self._rollout is not None, "this run generates nothing"
+        return self._rollout
+
+    @property
+    def trainers(self) -> TrainerGroup:
+        """Who trains; not with ``--debug-rollout-only``."""
+        assert self._trainers is not None, "this run trains nothing"
+        return self._trainers
+
+    @property
+    def shares_gpu(self) -> bool:
+        """True when engines and trainer take turns on the memory of the same GPUs."""
+        both = self._trainers is not None and self._engines is not None
+        return both and self.shape.shared and self.shape.device == "cuda"
 
     # ------------------------------------------------------------------ start
 
     def start(self) -> None:
-        """Places and starts every actor, engines and trainer side by side as far as the device's memory allows."""
-        debug = self.config.debug
-        slots_needed = max(self.shape.train_ranks, self.shape.engines * self.shape.gpus_per_engine)
-        self._group, slots = reserve(slots_needed, gpus=self.shape.device == "cuda", stop=self._stop)
+        """Places and starts every actor, engines and trainer side by side as far as the device's memory allows.
+
+        Raises:
+            ValueError: prompts, model or GPUs do not fit; the message says what to change.
+            StopRequested: the user asked the run to end.
+        """
+        debug, heartbeat = self.config.debug, self._heartbeat
         parts = [] if debug.debug_train_only else [f"{self.shape.engines} SGLang engine(s)"]
         parts += [] if debug.debug_rollout_only else [f"{self.shape.train_ranks} trainer rank(s)"]
-        self._note(f"starting {' and '.join(parts)}: their imports alone can take half a minute")
-        watched: list[Any] = []
-        setup: list[Any] = []
+        heartbeat.note(f"starting {' and '.join(parts)}: their imports alone can take half a minute")
+        self._placement_group, slots = reserve(
+            slots_needed(self.shape), gpus=self.shape.device == "cuda", stop=self._stop, heartbeat=heartbeat
+        )
+        prompts: Ref[bool] | None = None
+        imports: list[Ref[None]] = []
+        setup: list[Ref[TrainerFacts]] = []
         if not debug.debug_train_only:
             # First, because it finds unusable prompts and rewards in seconds.
-            create = self._actor(self._rollout_class(), slots[0].bundle, cpus=0.0, max_concurrency=16)
-            self._rollout = create(self.config)
-            watched.append(self._rollout.ready.remote())
+            prompts = self._create_rollout(slots)
             self._create_engines(slots)
         if not debug.debug_rollout_only:
             self._create_trainers(slots)
-            # On a GPU the engine measures the free memory when it starts, so the trainer may only import meanwhile.
-            setup = self._setup_trainers() if self.shape.device == "cpu" else self._all_trainers("prepare")
-        if self._engine_actors:
-            self._start_engines(watched + setup)
-            wait_for(watched, "the prompts to load", stop=self._stop, deadline_s=SETUP_DEADLINE_S)
-            self.rollout("connect", self.engine_addresses, what="the rollout manager to know the engines")
-        if self._trainers:
-            self._finish_trainers(setup)
+            if self.shares_gpu:
+                # An engine measures the free memory when it starts, so the trainer may only import meanwhile.
+                imports = self.trainers.begin_import()
+            else:
+                setup = self.trainers.begin_setup(heartbeat)
+        engines = self._start_engines(prompts, [*imports, *setup]) if prompts is not None else []
+        if self._trainers is not None:
+            self._finish_trainers(imports, setup, engines)
         self._started = True
 
-    @staticmethod
-    def _rollout_class() -> Any:
-        from relax_cli.workers.rollout import RolloutActor
-
-        return RolloutActor
-
     def _actor(
-        self, cls: Any, bundle: int, *, cpus: float, gpus: float = 0.0, max_concurrency: int = 1, env: Any = None
-    ) -> Callable[..., Any]:
-        import ray
-
+        self,
+        cls: Callable[P, T],
+        bundle: int,
+        *,
+        cpus: float,
+        gpus: float = 0.0,
+        max_concurrency: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> Callable[P, Actor[T]]:
+        """What makes an actor of a class in one bundle; whoever is made is ended by :meth:`close`."""
         environment = {**actor_environment(self.shape.device, threads=1), **(env or {})}
         if self.config.cluster.ray_address is not None and "PYTHONPATH" in os.environ:
             environment["PYTHONPATH"] = os.environ["PYTHONPATH"]  # a local Ray has the driver's anyway
-        options = {
-            "num_cpus": cpus,
-            "num_gpus": gpus,
-            "max_concurrency": max_concurrency,
-            "runtime_env": {"env_vars": environment},
-            **strategy(self._group, bundle),
-        }
-        return ray.remote(cls).options(**options).remote
+        make = creator(
+            cls,
+            num_cpus=cpus,
+            num_gpus=gpus,
+            max_concurrency=max_concurrency,
+            runtime_env={"env_vars": environment},
+            **strategy(self._placement_group, bundle),
+        )
 
-    def _create_engines(self, slots: list[Slot]) -> None:
-        from relax_cli.workers.engine import EngineActor
+        def create(*args: P.args, **kwargs: P.kwargs) -> Actor[T]:
+            actor = make(*args, **kwargs)
+            self._actors.append(actor)
+            return actor
 
-        gpu, per = self.shape.device == "cuda", self.shape.gpus_per_engine
+        return create
+
+    def _create_rollout(self, slots: Sequence[Slot]) -> Ref[bool]:
+        create = self._actor(RolloutActor, slots[0].bundle, cpus=0.0, max_concurrency=16)
+        self._rollout = RolloutWorker(create(self.config), stop=self._stop)
+        return self._rollout.begin_start()
+
+    def _create_engines(self, slots: Sequence[Slot]) -> None:
+        gpu = self.shape.device == "cuda"
         local = self.config.cluster.ray_address is None
-        for i in range(self.shape.engines):
-            own = slots[i * per : (i + 1) * per]
-            if len({s.node_id for s in own}) != 1:
-                raise ValueError(
-                    f"--rollout-num-gpus-per-engine {per}: engine {i} would span the nodes "
-                    f"{sorted({s.node_ip for s in own})}. "
-                    "An engine must fit into one node: choose a divisor of the GPUs of a node."
-                )
+        actors = []
+        for i, own in enumerate(engine_slots(self.shape, slots)):
             create = self._actor(EngineActor, own[0].bundle, cpus=0.0, gpus=0.1 if gpu else 0.0, max_concurrency=4)
-            self._engine_actors.append(
+            actors.append(
                 create(
                     self.config,
                     name=f"engine{i}",
@@ -122,103 +161,56 @@ class WorkerGroups:
                     dtype=self._engine_dtype(),
                 )
             )
+        self._engines = EngineGroup(actors, stop=self._stop, heartbeat=self._heartbeat)
 
     def _engine_dtype(self) -> str:
         """The trainer's own, so that both compute the same log-probs."""
         bf16 = self.config.train.model.bf16
         return "bfloat16" if (self.shape.device == "cuda" if bf16 is None else bf16) else "float32"
 
-    def _create_trainers(self, slots: list[Slot]) -> None:
-        from relax_cli.workers.trainer import TrainActor
-
-        world = self.shape.train_ranks
-        self._one_node = len({s.node_id for s in slots[:world]}) == 1
+    def _create_trainers(self, slots: Sequence[Slot]) -> None:
+        own = trainer_slots(self.shape, slots)
+        world = len(own)
         # Generation and training take turns, so the ranks may use all cores between them.
         threads = max(1, (os.cpu_count() or 1) // world) if self.shape.device == "cpu" else 1
-        for rank in range(world):
+        actors = []
+        for rank, slot in enumerate(own):
             create = self._actor(
                 TrainActor,
-                slots[rank].bundle,
+                slot.bundle,
                 cpus=0.5,
                 gpus=0.5 if self.shape.device == "cuda" else 0.0,
                 env=actor_environment(self.shape.device, threads=threads),
             )
-            self._trainers.append(create(self.config, rank=rank, world_size=world, threads=threads))
+            actors.append(create(self.config, rank=rank, world_size=world, threads=threads))
+        self._trainers = TrainerGroup(actors, one_node=len({s.node_id for s in own}) == 1, stop=self._stop)
 
-    def _setup_trainers(self) -> list[Any]:
-        place = self._trainers[0].place.remote(self._one_node)
-        master = wait_for(place, "rank 0's address", stop=self._stop, deadline_s=SETUP_DEADLINE_S)
-        return [t.setup.remote(master) for t in self._trainers]
+    def _start_engines(self, prompts: Ref[bool], trainer: Sequence[Ref[Any]]) -> "list[EngineAddress]":
+        """Waits for the engines and connects the rollout worker.
 
-    def _all_trainers(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(t, method).remote(*args) for t in self._trainers]
+        Args:
+            prompts: the rollout worker's start.
+            trainer: what the trainer is doing meanwhile.
+        """
+        assert self._engines is not None, "who generates needs engines"
+        engines = self._engines.start([prompts, *trainer])
+        self._heartbeat.note(f"{len(engines)} SGLang engine(s) healthy")
+        self.rollout.finish_start(prompts, self._heartbeat)
+        self.rollout.connect(engines)
+        return engines
 
-    def _start_engines(self, meanwhile: list[Any]) -> None:
-        """Waits for all servers; any other part that fails meanwhile ends the wait at once."""
-        import ray
-
-        pending = [a.start.remote() for a in self._engine_actors]
-        results, watched = list(pending), list(meanwhile)
-        start = told = time.monotonic()
-        while pending:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=0.25)
-            ray.get(done)
-            if watched:
-                failed, watched = ray.wait(watched, num_returns=len(watched), timeout=0)
-                ray.get(failed)
-            now = time.monotonic()
-            if self._stop.requested:
-                raise StopRequested("the engines to start")
-            if now - start > ENGINE_START_DEADLINE_S:
-                raise TimeoutError(f"waited {now - start:.0f} s for the engines to be healthy: giving up")
-            if pending and now - told >= ENGINE_PROGRESS_S:
-                told = now
-                self._note(f"waiting for {len(pending)} engine(s) to load; engine0: {self._engine_progress()}")
-        self.engine_addresses = ray.get(results)
-        self._note(f"{len(results)} SGLang engine(s) healthy")
-
-    def _engine_progress(self) -> str:
-        import ray
-
-        try:  # its process may itself still be starting; if it died, the wait for it says so
-            return str(ray.get(self._engine_actors[0].progress.remote(), timeout=2) or "starting")
-        except ray.exceptions.RayError:
-            return "no answer yet"
-
-    def _finish_trainers(self, setup: list[Any]) -> None:
-        wait_for(setup, "the trainer's ranks to import", stop=self._stop, deadline_s=SETUP_DEADLINE_S)
-        if self.shape.device == "cuda":
-            if self._engine_actors:
-                self.rollout("release_memory", what="the engines to release GPU memory")
-            setup = self._setup_trainers()
-        facts = wait_for(setup, "the trainer to build its model", stop=self._stop, deadline_s=SETUP_DEADLINE_S)
-        self._note(f"trainer ready: {facts[0]['parameters'] / 1e6:.2f} M parameters, {facts[0]['layout']}")
-        if self._engine_actors:
-            self.trainers("connect", self.engine_addresses, what="the trainer to know the engines")
-
-    # ------------------------------------------------------------------ calls
-
-    @property
-    def shares_gpu(self) -> bool:
-        """True when engines and trainer take turns on the memory of the same GPUs."""
-        return self.shape.device == "cuda" and bool(self._trainers) and bool(self._engine_actors)
-
-    def rollout(self, method: str, *args: Any, what: str, deadline_s: float = CALL_DEADLINE_S) -> Any:
-        """Calls the rollout manager and waits."""
-        ref = getattr(self._rollout, method).remote(*args)
-        return wait_for(ref, what, stop=self._stop, deadline_s=deadline_s, status=self._rollout_status)
-
-    def _rollout_status(self) -> str:
-        import ray
-
-        try:
-            return str(ray.get(self._rollout.status.remote(), timeout=5))
-        except ray.exceptions.RayError:  # the wait itself will say what is wrong
-            return "no answer from the rollout manager"
-
-    def trainers(self, method: str, *args: Any, what: str, deadline_s: float = CALL_DEADLINE_S) -> list[Any]:
-        """Calls every rank and waits for all; the first failure of any rank is raised at once."""
-        return wait_for(self._all_trainers(method, *args), what, stop=self._stop, deadline_s=deadline_s)
+    def _finish_trainers(
+        self, imports: list[Ref[None]], setup: list[Ref[TrainerFacts]], engines: "Sequence[EngineAddress]"
+    ) -> None:
+        heartbeat, what = self._heartbeat, "the trainer's ranks to import"
+        wait_for(imports, what, stop=self._stop, deadline_s=SETUP_DEADLINE_S, heartbeat=heartbeat)
+        if self.shares_gpu:
+            self.rollout.release_memory()
+            setup = self.trainers.begin_setup(heartbeat)
+        facts = self.trainers.finish_setup(setup, heartbeat)
+        heartbeat.note(f"trainer ready: {facts.parameters / 1e6:.2f} M parameters, {facts.layout}")
+        if engines:
+            self.trainers.connect(engines)
 
     # ------------------------------------------------------------------ stop
 
@@ -227,25 +219,26 @@ class WorkerGroups:
         import ray
 
         try:
-            goodbyes = [t.close.remote() for t in self._trainers]
-            if self._rollout is not None:
-                goodbyes.append(self._rollout.close.remote())
-            goodbyes += [a.stop.remote() for a in self._engine_actors]
+            goodbyes: list[Ref[None]] = []
+            goodbyes += self._trainers.close() if self._trainers is not None else []
+            goodbyes += self._rollout.close() if self._rollout is not None else []
+            goodbyes += self._engines.stop() if self._engines is not None else []
             if goodbyes:
                 patience = STOP_DEADLINE_S if self._started else ABANDON_DEADLINE_S
                 ray.wait(goodbyes, num_returns=len(goodbyes), timeout=self._stop.left(patience))
         except Exception:  # Ray itself may be gone; what follows still has to run
             log.exception("while stopping")
-        for actor in [*self._trainers, *self._engine_actors, *([self._rollout] if self._rollout else [])]:
+        for actor in reversed(self._actors):
             try:
-                ray.kill(actor)
+                actor.kill()
             except Exception:
-                log.exception("while ending %s", actor)
-        if self._group is not None:
+                log.exception("while ending %s", actor.handle)
+        if self._placement_group is not None:
             from ray.util.placement_group import remove_placement_group
 
             try:
-                remove_placement_group(self._group)
+                remove_placement_group(self._placement_group)
             except Exception:
                 log.exception("while freeing the placement group")
-        self._trainers, self._engine_actors, self._rollout, self._group = [], [], None, None
+        self._rollout = self._engines = self._trainers = self._placement_group = None
+        self._actors = []

@@ -4,26 +4,52 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from relax_data.types import ROW_COLUMNS, BatchRows, Prompt, SampleGroup, StepManifest, TrainBatch
+
 from relax_cli.checks.lengths import context_lengths
+from relax_cli.run.debug_data import save_groups
 from relax_cli.workers.process import enter_folder, start_log
 
 if TYPE_CHECKING:
+    from relax_profiling.recorders.sglang import RolloutProfiler
     from relax_rollout.engines.base import EngineAddress, MemoryTag
     from relax_rollout.engines.sglang.client import SGLangEngine
     from relax_rollout.loop.context import RolloutProgress
+
+    from relax_cli.config.run_config import RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutOutput:
+    """What the driver learns of a rollout; its rows stay where they were generated.
+
+    Attributes:
+        groups: whole and scored groups; 0 when the prompts are used up.
+        manifest: of their samples; None without groups, and in a run that trains nothing.
+        metrics: see :mod:`relax_rollout.loop.metrics`.
+        saving_s: seconds of the call that went into ``--save-debug-rollout-data``.
+    """
+
+    groups: int
+    manifest: StepManifest | None
+    metrics: dict[str, float]
+    saving_s: float = 0.0
 
 
 class RolloutActor:
     """One per run. Async, so that hundreds of requests share its event loop."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: "RunConfig") -> None:
         """Opens prompts, tokenizer, reward and loop; a fault in them ends the start before an engine has loaded.
 
         Args:
-            config: the run's ``RunConfig``.
+            config: all settings of the run.
         """
         enter_folder(config.folder)
         start_log(config.run_dir, "rollout")
@@ -53,7 +79,8 @@ class RolloutActor:
             trains=not config.debug.debug_rollout_only,
             progress=self._tell_progress,
         )
-        self._profiler: Any = None
+        self._profiler: RolloutProfiler | None = None
+        self._rows: TrainBatch | None = None
 
     async def connect(self, engines: "Sequence[EngineAddress]") -> None:
         """Takes the engines into use, in this order."""
@@ -63,7 +90,7 @@ class RolloutActor:
         self._loop.engines = list(self._engines)
         self._profiler = self._build_profiler([address.url for address in engines])
 
-    def _build_profiler(self, urls: list[str]) -> Any:
+    def _build_profiler(self, urls: list[str]) -> "RolloutProfiler | None":
         settings = self._config.sglang_profile
         if not settings.sglang_profile:
             return None
@@ -97,15 +124,46 @@ class RolloutActor:
         async with self._profiler.rollout(rollout_id):
             yield
 
-    async def generate(self, rollout_id: int, version: int) -> dict[str, Any]:
-        """One rollout.
+    async def generate(self, rollout_id: int, version: int, save_to: Path | None = None) -> RolloutOutput:
+        """One rollout. Its rows stay here, for :meth:`fetch_rows`, until the next one is asked for.
 
-        Returns:
-            ``{"groups": list[SampleGroup], "metrics": dict[str, float]}``; ``groups`` is empty at the end of the data.
+        Args:
+            save_to: file for ``--save-debug-rollout-data``.
         """
+        self._rows = None
         async with self._profiled(rollout_id):
             result = await self._loop.generate(rollout_id, version)
-        return {"groups": result.groups, "metrics": result.metrics}
+        return self._keep(rollout_id, result.groups, result.metrics, save_to)
+
+    def _keep(
+        self, rollout_id: int, groups: list[SampleGroup], metrics: dict[str, float], save_to: Path | None
+    ) -> RolloutOutput:
+        start = time.perf_counter()
+        if groups and save_to is not None:
+            save_groups(groups, save_to)
+        saving_s = time.perf_counter() - start
+        if groups and not self._config.debug.debug_rollout_only:
+            self._rows = TrainBatch.from_groups(groups, rollout_id)
+        manifest = StepManifest.of(self._rows) if self._rows is not None else None
+        return RolloutOutput(len(groups), manifest, metrics, saving_s)
+
+    async def fetch_rows(
+        self, rollout_id: int, indices: Sequence[int], columns: Sequence[str] = ROW_COLUMNS
+    ) -> dict[str, list[np.ndarray]]:
+        """Rows of the rollout that was generated last, for the rank of the trainer that asks.
+
+        Args:
+            rollout_id: of that rollout.
+            indices: places in its manifest.
+            columns: of :data:`relax_data.types.ROW_COLUMNS`.
+
+        Raises:
+            RuntimeError: it holds another rollout.
+        """
+        held = None if self._rows is None else self._rows.rollout_id
+        if self._rows is None or held != rollout_id:
+            raise RuntimeError(f"rows of rollout {rollout_id} were asked for, but the rollout worker holds {held}")
+        return BatchRows(self._rows).fetch(indices, columns)
 
     async def evaluate(self, version: int) -> dict[str, float]:
         """Evaluates all of ``--eval-prompt-data`` with the weights the engines serve, of this version."""
@@ -123,7 +181,7 @@ class RolloutActor:
             progress=self._say,
         )
 
-    def _open_eval_prompts(self) -> dict[str, Any]:
+    def _open_eval_prompts(self) -> dict[str, list[Prompt]]:
         from relax_data.prompts.open import open_prompts
 
         # All prompts, in file order, whatever the training data does.

@@ -1,5 +1,6 @@
 """The Ray actor of one training rank."""
 
+import dataclasses
 import os
 import socket
 import time
@@ -9,19 +10,38 @@ from typing import TYPE_CHECKING, Any
 from relax_cli.workers.process import enter_folder, start_log
 
 if TYPE_CHECKING:
+    from relax_data.types import StepManifest
     from relax_rollout.engines.base import EngineAddress
     from relax_rollout.weight_sync.base import WeightTransport
+    from relax_train.observer import StepObserver
+    from relax_train.trainer import Trainer
+
+    from relax_cli.config.run_config import RunConfig
+    from relax_cli.workers.references import RowReference
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerFacts:
+    """What the user is told of a trainer that is ready.
+
+    Attributes:
+        parameters: of the whole model.
+        layout: parallel sizes, for people.
+    """
+
+    parameters: int
+    layout: str
 
 
 class TrainActor:
     """Holds one rank of the trainer. All methods but :meth:`place` are collective: call them on every rank."""
 
-    def __init__(self, config: Any, *, rank: int, world_size: int, threads: int) -> None:
+    def __init__(self, config: "RunConfig", *, rank: int, world_size: int, threads: int) -> None:
         enter_folder(config.folder)
         start_log(config.run_dir, f"trainer_rank{rank}")
         self._config = config
         self._rank, self._world_size, self._threads = rank, world_size, threads
-        self._trainer: Any = None
+        self._trainer: Trainer | None = None
         self._transport: WeightTransport | None = None
 
     def place(self, one_node: bool) -> tuple[str, int]:
@@ -41,11 +61,11 @@ class TrainActor:
         """Imports what :meth:`setup` needs, without touching a device: the slow part of a start."""
         import relax_train.trainer  # noqa: F401
 
-    def setup(self, master: tuple[str, int]) -> dict[str, Any]:
+    def setup(self, master: tuple[str, int]) -> TrainerFacts:
         """Joins the process group and builds model and optimizer from ``--hf-checkpoint``.
 
-        Returns:
-            facts for the summary: parameters, layout, device.
+        Args:
+            master: address and port of rank 0, where the ranks meet.
         """
         os.environ.update(
             RANK=str(self._rank),
@@ -69,14 +89,19 @@ class TrainActor:
         self._trainer.setup()
         sizes = self._trainer.parallel
         layout = f"TP {sizes.tp_size} x PP {sizes.pp_size} x CP {sizes.cp_size} x DP {sizes.dp_size}"
-        return {"parameters": self._trainer.parameter_count, "layout": layout}
+        return TrainerFacts(self._trainer.parameter_count, layout)
+
+    @property
+    def _ready(self) -> "Trainer":
+        assert self._trainer is not None, "setup() comes first"
+        return self._trainer
 
     def _total_steps(self) -> int | None:
         """Optimizer steps of the whole run, where a decaying learning rate ends; None when the data decides."""
         rollouts, steps = self._config.run.num_rollout, self._config.train.batch.num_steps_per_rollout
         return rollouts * steps if rollouts is not None and steps is not None else None
 
-    def _observer(self) -> Any:
+    def _observer(self) -> "StepObserver":
         from relax_train.observer import NullObserver
 
         train, memory = self._config.train_profile, self._config.memory_profile
@@ -91,6 +116,7 @@ class TrainActor:
         from relax_rollout.weight_sync.transports import make_transport
 
         placement = self._config.placement
+        assert placement is not None, "the cluster is known before its workers"
         self._transport = make_transport(
             engines,
             rank=self._rank,
@@ -99,9 +125,15 @@ class TrainActor:
             gpus_per_engine=placement.gpus_per_engine,
         )
 
-    def train(self, batch: Any, version: int) -> dict[str, float]:
-        """All optimizer steps of one rollout; metrics are equal on all ranks but for the times."""
-        return self._trainer.train(batch, version=version)
+    def train(self, manifest: "StepManifest", rows: "RowReference", version: int) -> dict[str, float]:
+        """All optimizer steps of one rollout; metrics are equal on all ranks but for the times.
+
+        Args:
+            manifest: what every rank may know of the samples.
+            rows: where this rank gets the rows of its own samples from.
+            version: of the weights before these steps.
+        """
+        return self._ready.train(manifest, rows.for_rank(self._rank), version=version)
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Sends the current weights to all engines as ``version``.
@@ -110,13 +142,13 @@ class TrainActor:
             ``{"seconds", "bytes"}`` of this rank.
         """
         start = time.perf_counter()
-        buckets = self._trainer.weight_buckets(self._config.train.model.update_weight_buffer_size)
+        buckets = self._ready.weight_buckets(self._config.train.model.update_weight_buffer_size)
         assert self._transport is not None, "the engines are known before weights are sent"
         sent = self._transport.push(buckets, version).bytes
         return {"seconds": time.perf_counter() - start, "bytes": float(sent)}
 
     def save(self, directory: str, rollout_id: int, extra: dict[str, Any]) -> None:
-        self._trainer.save(directory, rollout_id, extra)
+        self._ready.save(directory, rollout_id, extra)
 
     def load(self, directory: str) -> tuple[int, dict[str, Any]] | None:
         """Loads the latest checkpoint under ``directory``.
@@ -124,17 +156,17 @@ class TrainActor:
         Returns:
             its rollout id and the driver's state, or None when there is no checkpoint yet.
         """
-        return self._trainer.load(directory)
+        return self._ready.load(directory)
 
     def save_hf(self, directory: str) -> None:
-        self._trainer.save_hf(directory)
+        self._ready.save_hf(directory)
 
     def sleep(self) -> None:
         """Moves model and optimizer to host memory, so that the engine can have the GPU."""
-        self._trainer.sleep()
+        self._ready.sleep()
 
     def wake(self) -> None:
-        self._trainer.wake()
+        self._ready.wake()
 
     def close(self) -> None:
         if self._transport is not None:
@@ -143,7 +175,7 @@ class TrainActor:
             self._trainer.close()
 
 
-def _profiles_log_probs(config: Any) -> bool:
+def _profiles_log_probs(config: "RunConfig") -> bool:
     """Whether a profile of the phase was asked for, which is empty when the training pass gives the same values."""
     profile = config.train_profile
     return profile.use_pytorch_profiler and "train_log_probs" in profile.profile_target

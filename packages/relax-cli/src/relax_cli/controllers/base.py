@@ -1,0 +1,238 @@
+"""What every mode does: start or resume, one step after the other, evaluations, checkpoints, metrics, the end.
+
+    _prepare --> rollout_id = start
+    while rollouts are left and no stop was requested:
+        evaluate, if due
+        _step(rollout_id)        <-- the mode: see the controller's own file
+    evaluate, unless stopped --> save what is not saved yet
+
+Everything here runs in the driver and blocks. A stop (SIGINT, SIGTERM) is looked at between two steps; a wait inside a
+step gives way to it when its grace time is over.
+
+    the driver waits for                                   unblocked by                           deadline
+    -----------------------------------------------------  -------------------------------------  --------
+    a checkpoint to load, to be written, to be exported    all ranks                              a day
+    an evaluation                                          the rollout worker, by its requests    a day
+    the state of the rollout worker                        the rollout worker                     a day
+
+A day is :data:`relax_cli.cluster.waits.CALL_DEADLINE_S`: no call lasts as long, so a wait that does is a hang.
+"""
+
+import abc
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relax_cli.cluster.waits import StopFlag
+    from relax_cli.config.run_config import RunConfig
+    from relax_cli.run.progress import Progress
+    from relax_cli.run.tracking import Trackers
+    from relax_cli.workers.group import WorkerGroups
+
+
+class PhaseTimer:
+    """Wall time of the phases of one step, seconds."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time inside to ``name``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def total(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._start
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a run has done when it ends."""
+
+    first_rollout: int = 0
+    next_rollout: int = 0
+    stopped_by: int | None = None
+    evals: list[tuple[int, dict[str, float]]] = dataclasses.field(default_factory=list)
+    last_checkpoint: str | None = None
+
+
+class Controller(abc.ABC):
+    """One launch of ``relax train``. A mode says what a step is and how weights reach the engines."""
+
+    def __init__(
+        self,
+        config: "RunConfig",
+        workers: "WorkerGroups",
+        trackers: "Trackers",
+        progress: "Progress",
+        stop: "StopFlag",
+        outcome: Outcome | None = None,
+    ) -> None:
+        """Takes what it works with.
+
+        Args:
+            config: all settings of the run.
+            workers: started actors.
+            trackers: take the metrics.
+            progress: takes lines for the user.
+            stop: ends the run between two steps.
+            outcome: filled in as the run goes on, so that the caller has it also when the run is interrupted.
+        """
+        self.config, self.workers, self.trackers = config, workers, trackers
+        self.progress, self.stop = progress, stop
+        self.outcome = Outcome() if outcome is None else outcome
+        self._saved: int | None = None
+        self._evaluated: int | None = None
+
+    # ------------------------------------------------------------------ what a mode decides
+
+    @abc.abstractmethod
+    def _step(self, rollout_id: int) -> bool:
+        """Trains on one rollout, saves if due, pushes the weights and reports. False when the prompts are used up."""
+
+    @abc.abstractmethod
+    def _push(self, version: int, timer: PhaseTimer) -> None:
+        """Trainer -> engines; afterwards every engine serves ``version`` and nothing else."""
+
+    def _wake_trainer(self) -> None:
+        """Lets the trainer work after the last step, where a mode has given its GPUs to the engines."""
+        return
+
+    # ------------------------------------------------------------------ the run
+
+    def run(self) -> Outcome:
+        """Runs all rollouts, or until a stop is requested between two of them."""
+        start = self._prepare()
+        self.outcome.first_rollout = self.outcome.next_rollout = start
+        last = self.config.run.num_rollout
+        if last is not None and start >= last:
+            self.progress.note(f"nothing to do: the next rollout is {start}, and --num-rollout is {last}")
+        rollout_id = start
+        while last is None or rollout_id < last:
+            if self.stop.requested:
+                break
+            if self._eval_due(rollout_id, start):
+                self._evaluate(rollout_id)
+            if not self._step(rollout_id):
+                break
+            rollout_id += 1
+            self.outcome.next_rollout = rollout_id
+        if self.stop.requested:
+            self.outcome.stopped_by = self.stop.signal_number
+        elif self._evaluates and rollout_id > start and rollout_id != self._evaluated:
+            self._evaluate(rollout_id)
+        self._save_at_end(rollout_id)
+        return self.outcome
+
+    def _prepare(self) -> int:
+        """Resumes if asked to, and gives the engines the weights the trainer has. Returns the first rollout id."""
+        train, debug = self.config.train, self.config.debug
+        start = 0
+        if train.checkpoint.load is not None and not debug.debug_rollout_only:
+            start = self._resume(train.checkpoint.load)
+        if train.checkpoint.start_rollout_id is not None:
+            start = train.checkpoint.start_rollout_id
+            self._saved = None  # a rollout of the loaded checkpoint's id may come again, with other weights
+        if not (debug.debug_rollout_only or debug.debug_train_only):
+            self._push(start, PhaseTimer())
+        return start
+
+    def _resume(self, directory: str) -> int:
+        found = self.workers.trainers.load(directory)
+        if found is None:
+            self.progress.note(f"--load {directory}: no checkpoint there yet, starting from --hf-checkpoint")
+            return 0
+        rollout_id, extra = found
+        if extra.get("rollout") is not None and not self.config.debug.debug_train_only:
+            self.workers.rollout.load_state_dict(extra["rollout"])
+        self.progress.note(f"resumed from rollout {rollout_id} of {directory}")
+        self.outcome.last_checkpoint = directory
+        self._saved = rollout_id
+        return rollout_id + 1
+
+    def _report(self, rollout_id: int, scalars: dict[str, float], timer: PhaseTimer) -> None:
+        total = timer.total()
+        seconds = dict(timer.seconds)
+        seconds["other"] = max(0.0, total - sum(seconds.values()))
+        scalars |= {f"time/{k}": v for k, v in seconds.items()}
+        scalars["time/step"] = total
+        tokens = scalars.get("rollout/tokens", 0.0)
+        if seconds.get("generate"):
+            scalars["perf/tokens_per_s"] = tokens / seconds["generate"]
+        scalars["perf/tokens_per_s_step"] = tokens / total
+        self.trackers.log(scalars, rollout_id)
+        last = self.config.run.num_rollout
+        self.progress.step(rollout_id, last - 1 if last is not None else None, scalars)
+
+    # ------------------------------------------------------------------ evaluation
+
+    @property
+    def _evaluates(self) -> bool:
+        return self.config.run.eval_interval is not None and not self.config.debug.debug_train_only
+
+    def _eval_due(self, rollout_id: int, start: int) -> bool:
+        interval = self.config.run.eval_interval
+        if interval is None or not self._evaluates:
+            return False
+        if rollout_id == start:
+            return not self.config.run.skip_eval_before_train
+        return rollout_id % interval == 0
+
+    def _evaluate(self, rollout_id: int) -> None:
+        version = 0 if self.config.debug.debug_rollout_only else rollout_id
+        scalars = self.workers.rollout.evaluate(version)
+        self.trackers.log(scalars, rollout_id)
+        self._evaluated = rollout_id
+        self.outcome.evals.append((rollout_id, scalars))
+        self.progress.evaluation(rollout_id, scalars)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _save_if_due(self, rollout_id: int, timer: PhaseTimer) -> None:
+        interval = self.config.train.checkpoint.save_interval
+        if not self._saves or interval is None or (rollout_id + 1) % interval:
+            return
+        with timer.phase("save"):
+            self._save(rollout_id)
+
+    @property
+    def _saves(self) -> bool:
+        checkpoint = self.config.train.checkpoint
+        return (checkpoint.save is not None or checkpoint.save_hf is not None) and not (
+            self.config.debug.debug_rollout_only
+        )
+
+    def _rollout_state(self) -> dict[str, Any] | None:
+        """What the checkpoint holds of the rollout worker, as JSON values; None when there is none."""
+        return None if self.config.debug.debug_train_only else self.workers.rollout.state_dict()
+
+    def _save(self, rollout_id: int) -> None:
+        checkpoint = self.config.train.checkpoint
+        if checkpoint.save is not None:
+            extra = {"rollout": self._rollout_state()}
+            self.workers.trainers.save(checkpoint.save, rollout_id, extra)
+            self.outcome.last_checkpoint = checkpoint.save
+        self._saved = rollout_id
+        if checkpoint.save_hf is not None:
+            folder = str(Path(checkpoint.save_hf.replace("{rollout_id}", str(rollout_id))))
+            self.workers.trainers.save_hf(folder)
+
+    def _save_at_end(self, next_rollout: int) -> None:
+        """The last finished step is saved too, so that a run that ends or is asked to stop loses nothing."""
+        finished = next_rollout - 1
+        if not self._saves:
+            return
+        if finished < self.outcome.first_rollout or finished == self._saved:
+            return
+        self._wake_trainer()
+        self._save(finished)

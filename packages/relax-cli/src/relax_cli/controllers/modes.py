@@ -1,0 +1,23 @@
+"""The table of modes: which controller runs a configuration."""
+
+from relax_cli.config.settings import ClusterSettings
+from relax_cli.controllers.base import Controller
+from relax_cli.controllers.colocate import ColocateController
+
+CONTROLLERS: dict[str, type[Controller]] = {"colocate": ColocateController}
+"""One entry a mode, under its flag. A mode without an entry is planned and checked, but a start is refused."""
+
+
+def mode_of(cluster: ClusterSettings) -> str:
+    """The mode that the options ask for."""
+    return "fully_async" if cluster.fully_async else "colocate"
+
+
+def mode_refusal(cluster: ClusterSettings) -> str | None:
+    """Why this version cannot start a run of that mode; None when it can."""
+    mode = mode_of(cluster)
+    if mode in CONTROLLERS:
+        return None
+    flag = f"--{mode.replace('_', '-')}"
+    known = " and ".join(f"--{name.replace('_', '-')}" for name in CONTROLLERS)
+    return f"{flag} is planned and checked by this version, but it runs {known} only: remove {flag}"

@@ -1,0 +1,136 @@
+"""The trainer's ranks as the driver sees them: one object whose methods every rank carries out together."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from relax_cli.cluster.actors import Actor, Ref
+from relax_cli.cluster.waits import CALL_DEADLINE_S, SETUP_DEADLINE_S, Heartbeat, StopFlag, wait_for
+from relax_cli.workers.trainer import TrainActor, TrainerFacts
+
+if TYPE_CHECKING:
+    from relax_data.types import StepManifest
+    from relax_rollout.engines.base import EngineAddress
+
+    from relax_cli.workers.references import RowReference
+
+R = TypeVar("R")
+
+
+class TrainerGroup:
+    """All ranks. A method waits for all of them; the first failure of any rank is raised at once."""
+
+    def __init__(self, actors: Sequence[Actor[TrainActor]], *, one_node: bool, stop: StopFlag) -> None:
+        """Takes over the actors, in rank order.
+
+        Args:
+            one_node: all ranks are on one node, so that they meet on the loopback.
+            stop: ends a wait when its grace time is over.
+        """
+        self._actors, self._one_node, self._stop = list(actors), one_node, stop
+
+    def _wait(self, refs: list[Ref[R]], what: str, deadline_s: float = CALL_DEADLINE_S) -> list[R]:
+        return wait_for(refs, what, stop=self._stop, deadline_s=deadline_s)
+
+    # ------------------------------------------------------------------ start
+
+    def begin_import(self) -> list[Ref[None]]:
+        """Lets every rank import what :meth:`begin_setup` needs, without touching a device; does not wait."""
+        return [actor.call(TrainActor.prepare) for actor in self._actors]
+
+    def begin_setup(self, heartbeat: Heartbeat | None = None) -> list[Ref[TrainerFacts]]:
+        """Finds the ranks a meeting point and lets them build their models; waits for the meeting point alone."""
+        place = self._actors[0].call(TrainActor.place, self._one_node)
+        master = wait_for(place, "rank 0's address", stop=self._stop, deadline_s=SETUP_DEADLINE_S, heartbeat=heartbeat)
+        return [actor.call(TrainActor.setup, master) for actor in self._actors]
+
+    def finish_setup(self, setup: list[Ref[TrainerFacts]], heartbeat: Heartbeat | None = None) -> TrainerFacts:
+        """Waits for what :meth:`begin_setup` started.
+
+        Raises:
+            ValueError: model, files or parallel sizes do not fit together.
+        """
+        what = "the trainer to build its model"
+        return wait_for(setup, what, stop=self._stop, deadline_s=SETUP_DEADLINE_S, heartbeat=heartbeat)[0]
+
+    def connect(self, engines: "Sequence[EngineAddress]") -> None:
+        """Tells the ranks which engines they send weights to."""
+        self._wait([a.call(TrainActor.connect, list(engines)) for a in self._actors], "the trainer to know the engines")
+
+    # ------------------------------------------------------------------ a step
+
+    def train(self, manifest: "StepManifest", rows: "RowReference", rollout_id: int) -> dict[str, float]:
+        """All optimizer steps on one rollout.
+
+        Args:
+            manifest: what every rank may know of the samples.
+            rows: where each rank gets the rows of its own samples from.
+            rollout_id: of the rollout; the weights before this step have this version.
+
+        Returns:
+            metrics of rank 0: the same on every rank but for the times (``time/...``, seconds).
+
+        Raises:
+            ValueError: the samples do not fit the settings; nothing was trained.
+            FloatingPointError: the gradient of several optimizer steps in a row was not finite.
+        """
+        import ray
+
+        shared = ray.put(manifest)  # once, not once a rank
+        refs = [actor.call(TrainActor.train, shared, rows, rollout_id) for actor in self._actors]
+        return self._wait(refs, f"training step {rollout_id}")[0]
+
+    def push_weights(self, version: int) -> None:
+        """Sends the current weights to all engines as ``version``.
+
+        Raises:
+            WeightPushFailed: the engines refuse to generate until a whole push.
+        """
+        refs = [actor.call(TrainActor.push_weights, version) for actor in self._actors]
+        self._wait(refs, f"weights {version} to reach the engines")
+
+    def sleep(self) -> None:
+        """Gives the GPUs to the engines."""
+        self._wait([a.call(TrainActor.sleep) for a in self._actors], "the trainer to release GPU memory")
+
+    def wake(self) -> None:
+        """Takes the GPUs back; the engines must have released their memory."""
+        self._wait([a.call(TrainActor.wake) for a in self._actors], "the trainer to take GPU memory back")
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(self, directory: str, rollout_id: int, extra: dict[str, Any]) -> None:
+        """Writes the checkpoint of a rollout under ``directory``; it appears whole or not at all.
+
+        Args:
+            extra: JSON values of the driver, which :meth:`load` gives back.
+
+        Raises:
+            CheckpointError: it could not be written; the previous one is as it was.
+        """
+        refs = [actor.call(TrainActor.save, directory, rollout_id, extra) for actor in self._actors]
+        self._wait(refs, f"checkpoint {rollout_id}")
+
+    def load(self, directory: str) -> tuple[int, dict[str, Any]] | None:
+        """Loads the latest checkpoint under ``directory``.
+
+        Returns:
+            its rollout id and what was saved as ``extra``; None when there is no checkpoint yet.
+
+        Raises:
+            CheckpointError: it is unreadable.
+            ValueError: it belongs to another model or parallel layout.
+        """
+        return self._wait([a.call(TrainActor.load, directory) for a in self._actors], "the checkpoint to load")[0]
+
+    def save_hf(self, directory: str) -> None:
+        """Writes a Hugging Face folder that transformers loads.
+
+        Raises:
+            CheckpointError: it could not be written; what was there before is as it was.
+        """
+        refs = [actor.call(TrainActor.save_hf, directory) for actor in self._actors]
+        self._wait(refs, f"the Hugging Face export {directory}")
+
+    def close(self) -> list[Ref[None]]:
+        """Asks every rank to put its things in order; does not wait."""
+        return [actor.call(TrainActor.close) for actor in self._actors]

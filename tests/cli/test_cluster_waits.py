@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 from relax_cli.cluster.ray_cluster import connected
-from relax_cli.cluster.waits import StopFlag, StopRequested, wait_for
+from relax_cli.cluster.waits import Heartbeat, StopFlag, StopRequested, wait_for
 from relax_cli.run.launch import explanation
 
 
@@ -175,3 +175,50 @@ def test_without_an_address_no_other_cluster_is_joined(monkeypatch: pytest.Monke
     with connected(None, min_cpus=1):
         pass
     assert given == ["local"]
+
+
+class Start:
+    """A start on a clock of its own: what the user was told, and when."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.told: list[tuple[float, str]] = []
+        self.heartbeat = Heartbeat(lambda line: self.told.append((self.now, line)), clock=lambda: self.now)
+
+    def wait(self, seconds: float, what: str) -> None:
+        """As the loops do: a look every quarter of a second."""
+        for _ in range(int(seconds * 4)):
+            self.now += 0.25
+            self.heartbeat.waiting(what, lambda: "loading")
+
+
+def test_no_start_is_silent_for_ten_seconds_however_its_waits_follow_each_other() -> None:
+    start = Start()
+    start.heartbeat.note("starting")
+    for seconds, what in ((7.0, "room"), (7.0, "an address"), (30.0, "engines"), (2.0, "prompts"), (9.0, "a model")):
+        start.wait(seconds, what)
+    times = [when for when, _ in start.told]
+    gaps = [b - a for a, b in zip(times, [*times[1:], start.now], strict=True)]
+    assert max(gaps) < 10, start.told
+    assert min(gaps[:-1]) >= 5, "and it does not chatter"
+    assert start.told[1][1] == "waiting for an address: loading"
+
+
+def test_what_a_start_says_of_its_own_accord_ends_the_silence() -> None:
+    start = Start()
+    start.wait(7.0, "engines")
+    start.heartbeat.note("engines healthy")
+    start.wait(7.0, "a model")
+    assert [line for _, line in start.told] == ["engines healthy"]
+
+
+def test_a_wait_of_a_start_beats_instead_of_writing_to_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Ray(monkeypatch)
+    told: list[str] = []
+    heartbeat = Heartbeat(told.append, every_s=0.0)
+    with pytest.raises(TimeoutError):
+        wait_for(None, "the model", deadline_s=0.05, remind_s=0.0, heartbeat=heartbeat)
+    assert told[0] == "waiting for the model"
+    assert not caplog.text

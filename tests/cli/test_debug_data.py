@@ -1,10 +1,12 @@
 """Saved rollouts read back as they were, and unreadable ones say where."""
 
+import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
-from relax_cli.run.debug_data import load_groups, path_for, save_groups
-from relax_data.types import Prompt, SampleGroup, SampleStatus
+from relax_cli.run.debug_data import FileRows, load_groups, path_for, read_manifest, save_groups
+from relax_data.types import ROW_COLUMNS, BatchRows, Prompt, SampleGroup, SampleStatus, StepManifest, TrainBatch
 
 
 def group(prompt_id: int) -> SampleGroup:
@@ -45,3 +47,34 @@ def test_each_rollout_has_a_file_of_its_own_in_whatever_format() -> None:
     """``{rollout_id:04d}`` passes the check of the option, so it has to work."""
     assert path_for("r_{rollout_id}.jsonl", 12) == Path("r_12.jsonl")
     assert path_for("r_{rollout_id:04d}.jsonl", 12) == Path("r_0012.jsonl")
+
+
+def test_manifest_and_rows_of_a_file_are_those_of_the_whole_batch(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    groups = [group(0), group(1), group(2)]
+    groups[1].samples[0].append([9], [-1.5], 4)
+    save_groups(groups, path)
+    batch = TrainBatch.from_groups(groups, 8)
+
+    manifest, reward = read_manifest(path, 8)
+    assert reward == 0.5
+    expected = dataclasses.asdict(StepManifest.of(batch))
+    for name, values in dataclasses.asdict(manifest).items():
+        np.testing.assert_array_equal(values, expected[name], err_msg=name)
+        assert getattr(values, "dtype", None) == getattr(expected[name], "dtype", None), name
+
+    wanted = [4, 2, 1]
+    rows, same = FileRows(path, 8).for_rank(1).fetch(wanted), BatchRows(batch).fetch(wanted)
+    assert list(rows) == list(ROW_COLUMNS)
+    for name in ROW_COLUMNS:
+        for got, value in zip(rows[name], same[name], strict=True):
+            np.testing.assert_array_equal(got, value)
+
+
+def test_a_saved_sample_without_a_token_cannot_be_trained_on(tmp_path: Path) -> None:
+    empty = group(0)
+    empty.samples[1].restart()
+    empty.samples[1].status, empty.samples[1].reward = SampleStatus.COMPLETED, 0.0
+    save_groups([empty], tmp_path / "r.jsonl")
+    with pytest.raises(ValueError, match=r"a\.jsonl:1 response 1 cannot be trained on"):
+        read_manifest(tmp_path / "r.jsonl", 0)

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from relax_cli.config.resolution import resolve
+from relax_cli.run.debug_data import load_groups
 from relax_cli.workers.rollout import RolloutActor
+from relax_data.types import Prompt, SampleGroup, SampleStatus
 from relax_rollout.engines.base import EngineAddress
 
 
@@ -72,7 +74,7 @@ def test_the_actor_resumes_with_the_prompts_it_saved(task: Any, tmp_path: Path) 
         actor, again = RolloutActor(config), RolloutActor(config)
         for each in (actor, again):
             await each.connect([engine])
-        metrics = (await actor.generate(0, 0))["metrics"]
+        metrics = (await actor.generate(0, 0)).metrics
         assert [metrics[f"prompts/{s}"] for s in ("out", "buffered", "trained", "dropped")] == [1, 2, 0, 0]
         state = json.loads(json.dumps(await actor.state_dict()))
         await again.load_state_dict(state)
@@ -86,3 +88,38 @@ def test_the_actor_resumes_with_the_prompts_it_saved(task: Any, tmp_path: Path) 
             await each.close()
 
     asyncio.run(run())
+
+
+def groups(*lengths: int) -> list[SampleGroup]:
+    """One group of one sample for each response length."""
+    made = []
+    for i, length in enumerate(lengths):
+        prompt = Prompt(prompt_id=i, epoch=0, source=f"a:{i + 1}", text="1+1=", input_ids=[4])
+        made.append(SampleGroup.start(prompt, 1))
+        made[-1].samples[0].append([7] * length, [-0.5] * length, 0)
+        made[-1].samples[0].status, made[-1].samples[0].reward = SampleStatus.COMPLETED, 1.0
+    return made
+
+
+def test_a_rollout_is_written_before_a_sample_stops_the_training(task: Any, tmp_path: Path) -> None:
+    """The file shows what the message speaks of."""
+    actor = RolloutActor(resolve(task.flags(), {}))
+    path = tmp_path / "r.jsonl"
+    with pytest.raises(ValueError, match="a:2 response 0 cannot be trained on"):
+        actor._keep(0, groups(2, 0), {}, path)
+    assert [len(g.samples[0].tokens) for g in load_groups(path)] == [2, 0]
+
+
+def test_a_run_that_trains_nothing_takes_what_cannot_be_trained_on(task: Any) -> None:
+    actor = RolloutActor(resolve(task.flags(debug_rollout_only=True), {}))
+    output = actor._keep(0, groups(2, 0), {"rollout/reward": 1.0}, None)
+    assert (output.groups, output.manifest) == (2, None)
+    assert output.metrics == {"rollout/reward": 1.0}
+
+
+def test_the_end_of_the_data_has_no_manifest(task: Any) -> None:
+    actor = RolloutActor(resolve(task.flags(), {}))
+    assert actor._keep(0, groups(2), {}, None).manifest is not None
+    actor._rows = None
+    output = actor._keep(1, [], {}, None)
+    assert (output.groups, output.manifest) == (0, None)

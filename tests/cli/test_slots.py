@@ -1,0 +1,37 @@
+"""Which slots of the cluster the processes of a run take."""
+
+import dataclasses
+
+import pytest
+from relax_cli.cluster.placement import Placement
+from relax_cli.cluster.slots import Slot, engine_slots, slots_needed, trainer_slots
+
+SHARED = Placement(
+    device="cuda", train_ranks=4, engines=2, gpus_per_engine=2, shared=True, tp=1, pp=1, cp=1, ep=1, etp=1
+)
+SEPARATE = dataclasses.replace(SHARED, shared=False)
+
+
+def slots(n: int, per_node: int = 8) -> list[Slot]:
+    return [Slot(i, f"node{i // per_node}", f"10.0.0.{i // per_node}", str(i % per_node)) for i in range(n)]
+
+
+def bundles(engines: list[list[Slot]]) -> list[list[int]]:
+    return [[slot.bundle for slot in engine] for engine in engines]
+
+
+def test_engines_and_ranks_take_turns_on_shared_slots() -> None:
+    assert slots_needed(SHARED) == 4
+    assert [s.bundle for s in trainer_slots(SHARED, slots(4))] == [0, 1, 2, 3]
+    assert bundles(engine_slots(SHARED, slots(4))) == [[0, 1], [2, 3]]
+
+
+def test_each_side_has_its_own_where_slots_are_separate() -> None:
+    assert slots_needed(SEPARATE) == 8
+    assert [s.bundle for s in trainer_slots(SEPARATE, slots(8))] == [0, 1, 2, 3]
+    assert bundles(engine_slots(SEPARATE, slots(8))) == [[4, 5], [6, 7]]
+
+
+def test_an_engine_fits_into_one_node() -> None:
+    with pytest.raises(ValueError, match=r"--rollout-num-gpus-per-engine 2: engine 1 would span .*10\.0\.0\.0"):
+        engine_slots(SHARED, slots(4, per_node=3))

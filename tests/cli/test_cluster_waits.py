@@ -213,12 +213,12 @@ def test_what_a_start_says_of_its_own_accord_ends_the_silence() -> None:
 
 
 def test_a_wait_of_a_start_beats_instead_of_writing_to_the_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Ray(monkeypatch)
+    Ray(monkeypatch, clock)
     told: list[str] = []
-    heartbeat = Heartbeat(told.append, every_s=0.0)
+    heartbeat = Heartbeat(told.append, clock=lambda: clock.now)
     with pytest.raises(TimeoutError):
-        wait_for(None, "the model", deadline_s=0.05, remind_s=0.0, heartbeat=heartbeat)
-    assert told[0] == "waiting for the model"
+        wait_for(None, "the model", deadline_s=20.0, remind_s=1.0, heartbeat=heartbeat)
+    assert told == ["waiting for the model", "waiting for the model"]
     assert not caplog.text

@@ -45,7 +45,6 @@ CHECKS = {"problems", "_problems"}
 
 REFUSED = "a start with it is refused until the mode is carried out (relax_cli.checks.validate, _start_needs)"
 KNOWN = {
-    "fully_async": REFUSED,
     "num_data_storage_units": REFUSED,
     "partial_rollout_max_aborted_count": REFUSED,
     "mask_offpolicy_in_partial_rollout": REFUSED,

@@ -19,7 +19,7 @@ REWARD = """
 import asyncio, os
 
 async def reward(sample):
-    while sample.prompt.ordinal >= 24 and os.path.exists(os.environ.get("HELD_REWARD", "")):
+    while sample.prompt.prompt_id >= 24 and os.path.exists(os.environ.get("HELD_REWARD", "")):
         await asyncio.sleep(0.05)
     return float(sample.response.strip() == sample.prompt.label)
 """

@@ -229,7 +229,7 @@ def test_a_label_without_a_value_or_with_lost_digits_is_refused(write_jsonl, tok
         (["", "null", "null"], {"skip_bad_rows": True}, r"2 rows dropped: unusable row \(--skip-bad-rows\) .*not null"),
         ([{"input": "long"}, ""], {"rollout_max_prompt_len": 2}, "1 rows dropped: longer than --rollout-max-prompt"),
         ([{"input": "the tokenizer stumbles"}], {"skip_bad_rows": True}, "1 rows dropped: .*:1: the tokenizer failed"),
-        ("@[5:5]", {}, "there are no rows"),
+        ("@[9:]", {}, "there are no rows"),
         ([], {}, "there are no rows"),
     ],
 )

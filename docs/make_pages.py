@@ -22,7 +22,7 @@ def configuration() -> str:
         "Every option of `relax train`, made from the declarations that the command line itself is made of",
         "(`docs/make_pages.py`). Options come from defaults, then `--config FILE` (TOML or YAML), then the environment",
         "(`RELAX_LR=1e-6`), then the command line; all errors of one start are reported together. Every other argument",
-        "of SGLang's server is `--sglang-<name>`.",
+        "of SGLang's server is `--sglang-<name>`. In each of these places an option stands once.",
     ]
     for cls in settings_classes():
         own: list[Option] = [option for option in options.values() if option.owner is cls]
@@ -44,7 +44,8 @@ def _option_row(option: object) -> str:
     else:
         value = option.default
         default = f"`{str(value).lower() if isinstance(value, bool) else value}`"
-    cells = (f"`{option.flag}`", option.kind.noun, default, " ".join(option.help.split()))
+    takes = option.kind.noun + (f": {option.range}" if option.range else "")
+    cells = (f"`{option.flag}`", takes, default, " ".join(option.help.split()))
     return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
 
 

@@ -175,7 +175,7 @@ def flag(field_name: str) -> str:
 
 def url_problem(field_name: str, url: str) -> str | None:
     """What is wrong with the address of an HTTP server; None when nothing is that can be seen without asking it."""
-    example = "write for example http://127.0.0.1:8000/score"
+    example = "write for example http://127.0.0.1:8000"
     if not url.startswith(("http://", "https://")):
         return f"{flag(field_name)} {url!r} is no address; it must start with http:// or https://, {example}"
     try:

@@ -2,18 +2,10 @@
 
 from typing import Any
 
+from relax_data.errors import describe
 from relax_data.serialization import to_plain
 
 __all__ = ["describe", "shown", "to_plain"]
-
-
-def describe(error: BaseException) -> str:
-    """``Type: message``, also of an error that cannot tell its message."""
-    try:
-        text = str(error)
-    except Exception as e:
-        text = f"(its message cannot be shown: {type(e).__name__})"
-    return f"{type(error).__name__}: {text}"
 
 
 def shown(value: Any, limit: int = 200) -> str:

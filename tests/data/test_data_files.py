@@ -4,7 +4,8 @@ import os
 
 import pytest
 from relax_data.errors import DataError
-from relax_data.readers.files import FileSlice, resolve_files
+from relax_data.readers.files import SUFFIXES, FileSlice, resolve_files
+from relax_data.readers.open import READERS, open_rows
 
 
 def test_folders_globs_lists_and_slices(tmp_path):
@@ -80,3 +81,18 @@ def test_bad_names_say_what_to_do(tmp_path):
         resolve_files([str(tmp_path / "train.jsonl")] * 2)
     with pytest.raises(DataError, match="no prompt data is named"):
         resolve_files([])
+
+
+def test_the_table_of_readers_says_which_files_are_data(tmp_path, monkeypatch):
+    assert tuple(READERS) == SUFFIXES
+    opened = []
+    for suffix in READERS:
+        monkeypatch.setitem(READERS, suffix, lambda path, suffix=suffix: opened.append(suffix))
+    for suffix in SUFFIXES:
+        open_rows(f"rows{suffix}")
+    assert opened == list(SUFFIXES)
+
+
+def test_a_file_that_no_reader_knows_is_refused_with_the_known_ends():
+    with pytest.raises(DataError, match=r"rows\.csv: unknown kind of file; known are \.jsonl, "):
+        open_rows("rows.csv")

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from relax_data.errors import DataError
+from relax_data.readers.open import HUB, READERS
 
-SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst", ".parquet")
+SUFFIXES = tuple(READERS)
+"""Ends of the names of the files that can be read."""
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>(-?[0-9]{1,18})?):(?P<stop>(-?[0-9]{1,18})?)\]$")
-_HUB = "hf://"
 _HUB_ADDRESS = re.compile(r"^hf://(?P<name>[^?]+)(\?(?P<options>.*))?$")
 _HUB_OPTIONS = ("config", "split", "revision")
 
@@ -32,7 +33,7 @@ class FileSlice:
 
     @property
     def is_hub(self) -> bool:
-        return self.path.startswith(_HUB)
+        return self.path.startswith(HUB)
 
     def bounds(self, rows: int) -> tuple[int, int]:
         """First row and the row after the last one of a file that has ``rows`` rows."""
@@ -63,7 +64,7 @@ def _expand(spec: str) -> Iterator[FileSlice]:
     path, start, stop = _split_slice(spec)
     if not path:
         raise DataError("an empty path: is a shell variable in it not set?")
-    if path.startswith(_HUB):
+    if path.startswith(HUB):
         split_hub_address(path)
         yield FileSlice(path, start, stop)
         return

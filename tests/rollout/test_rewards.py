@@ -1,8 +1,10 @@
 """Rewards: each kind, and what they say when something is wrong."""
 
 import asyncio
+import dataclasses
 import json
 import threading
+import typing
 from collections.abc import Callable, Iterator
 from datetime import date
 from decimal import Decimal
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from relax_data.types import Prompt, Sample, SampleGroup, SampleStatus
 from relax_rollout.rewards import RewardError, build_reward
+from relax_rollout.rewards.build import REWARDS
 from relax_rollout.rewards.math import MathReward
 from relax_rollout.settings import RewardSettings
 
@@ -338,3 +341,24 @@ def test_a_reward_works_in_one_event_loop_after_another(hooks: Hooks) -> None:
         many = group("a", "b", "c")
         asyncio.run(reward(many))
         assert many.rewards == [1.0, 1.0, 1.0]
+
+
+def test_the_table_of_reward_types_is_what_the_option_takes_and_every_one_is_built() -> None:
+    annotation = typing.get_type_hints(RewardSettings)["rm_type"]
+    (choices,) = (a for a in typing.get_args(annotation) if a is not type(None))
+    assert typing.get_args(choices) == tuple(REWARDS)
+    text = {f.name: f for f in dataclasses.fields(RewardSettings)}["rm_type"].metadata["help"]
+    for name in REWARDS:
+        assert callable(build_reward(RewardSettings(rm_type=name)))
+        assert f"{name}: 1 when" in text
+
+
+def test_a_new_reward_type_is_one_line_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = object()
+    monkeypatch.setitem(REWARDS, "always", lambda settings: built)
+    assert build_reward(RewardSettings(rm_type="always")) is built
+
+
+def test_without_a_choice_the_message_names_the_types() -> None:
+    with pytest.raises(ValueError, match="give --rm-type exact-match or math, --custom-rm-path"):
+        build_reward(RewardSettings())

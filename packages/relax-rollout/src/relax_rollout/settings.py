@@ -1,12 +1,18 @@
 """Options of the rollout: sampling, over-sampling, rewards, evaluation, engines. Imports no torch."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from relax_data.options import LARGEST_COEFFICIENT, LARGEST_COUNT, Settings, flag, option, url_problem
 
 from relax_rollout.engines.sglang.settings import SGLangSettings
 from relax_rollout.hooks import hook_problem
+from relax_rollout.rewards.build import REWARDS, rewards_help
+
+if TYPE_CHECKING:
+    RewardType = str
+else:
+    RewardType = Literal[tuple(REWARDS)]  # the choices of --rm-type
 
 EQUAL_REWARDS_FILTER = "relax_rollout.filters:reward_nonzero_std"
 """The shipped filter for ``--dynamic-sampling-filter-path``."""
@@ -129,11 +135,7 @@ class RewardSettings(Settings):
 
     TITLE: ClassVar[str] = "Reward"
 
-    rm_type: Literal["exact-match", "math"] | None = option(
-        None,
-        "exact-match: 1 when the response is the label, blanks at both ends aside. math: 1 when math-verify finds the "
-        "answer equal to the label; in worker processes, with a time limit.",
-    )
+    rm_type: RewardType | None = option(None, rewards_help())  # noqa: RUF009 (option makes a field)
     custom_rm_path: str | None = option(
         None,
         "module:function(sample) -> float or dict, plain or async; with --group-rm it gets the list of the samples of "

@@ -1,9 +1,12 @@
-"""GRPO advantages against the formulas written out."""
+"""GRPO advantages, whitening and KL in the reward against the formulas written out."""
+
+from typing import Any
 
 import numpy as np
 import pytest
-from relax_data.types import TrainBatch
-from relax_train.algorithms.advantages import compute_advantages, group_normalized, rewards_minus_kl, whitened
+from relax_data.types import StepManifest, TrainBatch
+from relax_train.algorithms.advantages import advantage_inputs, compute_advantages
+from relax_train.algorithms.estimators import group_normalized, whitened
 from relax_train.settings.algorithm import AlgorithmSettings
 
 
@@ -51,46 +54,69 @@ def test_a_group_of_one_has_nothing_to_compare_with(divide: bool) -> None:
     assert got[1] == -got[2] != 0
 
 
+def advantages_of(batch: TrainBatch, settings: AlgorithmSettings, **log_probs: Any) -> list[np.ndarray]:
+    """Of a rank that holds every sample."""
+    inputs = advantage_inputs(
+        StepManifest.of(batch), settings, own=range(len(batch)), masks=batch.loss_masks, **log_probs
+    )
+    return compute_advantages(inputs)
+
+
 def test_whitening_weights_samples_by_their_trained_tokens() -> None:
-    advantages, counts = np.array([1.0, -1.0, 3.0]), [4, 2, 0]
-    per_token = np.repeat(advantages, counts)
-    got = whitened(advantages, counts)
-    np.testing.assert_allclose(got, (advantages - per_token.mean()) / (per_token.std() + 1e-6))
-    white = np.repeat(got, counts)
+    values, counts = np.array([1.0, -1.0, 3.0]), [4, 2, 0]
+    per_token = np.repeat(values, counts)
+    masks = [np.array(m, np.float32) for m in ([1, 1, 0, 1, 1], [1, 0, 1], [0])]
+    got = whitened([np.full(len(m), a) for a, m in zip(values, masks, strict=True)], masks)
+    expected = (values - per_token.mean()) / (per_token.std() + 1e-6)
+    for column, mask, value in zip(got, masks, expected, strict=True):
+        np.testing.assert_allclose(column, np.full(len(mask), value))
+    white = np.concatenate([a[m > 0] for a, m in zip(got, masks, strict=True)])
     assert white.mean() == pytest.approx(0, abs=1e-12)
     assert white.std() == pytest.approx(1, abs=1e-5)
 
 
 def test_whitening_without_a_trained_token_changes_nothing() -> None:
-    np.testing.assert_array_equal(whitened([1.0, 2.0], [0, 0]), [1.0, 2.0])
+    got = whitened([np.array([1.0]), np.array([2.0, 3.0])], [np.zeros(1), np.zeros(2)])
+    np.testing.assert_array_equal(np.concatenate(got), [1.0, 2.0, 3.0])
 
 
 def test_kl_in_the_reward_counts_trained_tokens_only() -> None:
     batch = batch_of([1.0, 0.0], [0, 0], [[1, 0, 1], [1]])
-    old = [np.array([-1.0, -5.0, -2.0]), np.array([-0.5])]
-    ref = [np.array([-1.5, -1.0, -2.5]), np.array([-0.25])]
-    np.testing.assert_allclose(rewards_minus_kl(batch, old, ref, 0.1), [1.0 - 0.1 * 1.0, 0.0 + 0.1 * 0.25])
+    inputs = advantage_inputs(
+        StepManifest.of(batch),
+        AlgorithmSettings(kl_coef=0.1),
+        own=[0, 1],
+        masks=batch.loss_masks,
+        old_log_probs=[np.array([-1.0, -5.0, -2.0]), np.array([-0.5])],
+        ref_log_probs=[np.array([-1.5, -1.0, -2.5]), np.array([-0.25])],
+    )
+    np.testing.assert_allclose(inputs.rewards_minus_kl(), [1.0 - 0.1 * 1.0, 0.0 + 0.1 * 0.25])
 
 
 def test_compute_advantages_follows_the_settings() -> None:
     batch = batch_of([1.0, 0.0, 2.0, 2.0], [0, 0, 1, 1], [[1, 1], [1], [1], [1, 1, 1]])
     zeros = [np.zeros(len(m)) for m in batch.loss_masks]
     ref = [np.full(len(m), -0.5) for m in batch.loss_masks]
-    plain = compute_advantages(batch, AlgorithmSettings())
-    np.testing.assert_allclose(plain, group_normalized(batch.rewards, batch.group_ids))
-    dr = compute_advantages(batch, AlgorithmSettings(disable_grpo_std_normalization=True))
+
+    def firsts(settings: AlgorithmSettings, **log_probs: Any) -> list[float]:
+        found = advantages_of(batch, settings, **log_probs)
+        assert [len(a) for a in found] == [2, 1, 1, 3]
+        assert all((a == a[0]).all() for a in found)
+        return [a[0] for a in found]
+
+    plain = firsts(AlgorithmSettings())
+    np.testing.assert_array_equal(plain, group_normalized(batch.rewards, batch.group_ids))
+    dr = firsts(AlgorithmSettings(disable_grpo_std_normalization=True))
     np.testing.assert_allclose(dr, [0.5, -0.5, 0, 0])
-    white = compute_advantages(batch, AlgorithmSettings(normalize_advantages=True))
-    np.testing.assert_allclose(white, whitened(plain, [2, 1, 1, 3]))
-    shaped = compute_advantages(
-        batch,
-        AlgorithmSettings(kl_coef=1.0, disable_grpo_std_normalization=True),
-        old_log_probs=zeros,
-        ref_log_probs=ref,
+    tokens = np.repeat(plain, [2, 1, 1, 3])
+    white = firsts(AlgorithmSettings(normalize_advantages=True))
+    np.testing.assert_allclose(white, (np.array(plain) - tokens.mean()) / (tokens.std() + 1e-6), atol=1e-15)
+    shaped = firsts(
+        AlgorithmSettings(kl_coef=1.0, disable_grpo_std_normalization=True), old_log_probs=zeros, ref_log_probs=ref
     )
     np.testing.assert_allclose(shaped, [0.25, -0.25, 0.5, -0.5])  # rewards 0, -0.5, 1.5, 0.5
 
 
 def test_a_reward_that_is_no_number_names_its_sample() -> None:
     with pytest.raises(ValueError, match="row:1: its reward is nan"):
-        compute_advantages(batch_of([1.0, float("nan")], [0, 0], [[1], [1]]), AlgorithmSettings())
+        advantages_of(batch_of([1.0, float("nan")], [0, 0], [[1], [1]]), AlgorithmSettings())

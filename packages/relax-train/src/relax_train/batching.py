@@ -102,6 +102,7 @@ class MicroBatch:
         labels: int64 ``[local]``, the next token of the document; 0 where there is none.
         slots: int64 ``[local]``, number of the predicted response token among all response tokens of the batch in
             sample order (:func:`response_offsets`); -1 where the next token is no response token.
+        documents: int64 ``[local]``, number of the padded document that each position lies in.
         columns: further values of the predicted token, float64 ``[local]``, 0 where ``slots`` is -1.
         cu_seqlens: int32 ``[documents + 1]``, borders of the padded documents in the whole row, over all
             context-parallel ranks.
@@ -113,6 +114,7 @@ class MicroBatch:
     position_ids: "NDArray[np.int64]"
     labels: "NDArray[np.int64]"
     slots: "NDArray[np.int64]"
+    documents: "NDArray[np.int64]"
     columns: dict[str, "NDArray[np.float64]"]
     cu_seqlens: "NDArray[np.int32]"
     max_seqlen: int
@@ -127,7 +129,7 @@ class MicroBatch:
             return torch.from_numpy(np.ascontiguousarray(array)).to(dtype).to(device, non_blocking=True)
 
         result = {name: move(column, dtype) for name, column in self.columns.items()}
-        result |= {name: move(getattr(self, name)) for name in ("labels", "slots", "cu_seqlens")}
+        result |= {name: move(getattr(self, name)) for name in ("labels", "slots", "documents", "cu_seqlens")}
         result |= {name: move(getattr(self, name))[None] for name in ("tokens", "position_ids")}
         return result
 
@@ -287,6 +289,7 @@ def build_micro_batch(
         position_ids=positions[mine],
         labels=labels[mine],
         slots=slots[mine],
+        documents=np.repeat(np.arange(len(lengths)), lengths)[mine],
         columns={name: column[mine] for name, column in values.items()},
         cu_seqlens=cu,
         max_seqlen=int(lengths.max()),

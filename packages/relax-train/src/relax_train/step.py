@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from relax_train.algorithms.logprobs import effective_temperature, token_log_probs
-from relax_train.algorithms.losses import MAXIMA, MEANS, metric_names, policy_loss
+from relax_train.algorithms.losses import MAXIMA, MEANS, Documents, metric_names, policy_loss
+from relax_train.algorithms.registry import load_loss
 from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.mcore import PackedSeqParams, finalize_model_grads, get_forward_backward_func
 from relax_train.backend.optimizer import Optimizer, StepResult
@@ -56,6 +57,7 @@ class ForwardBackward:
     def __init__(self, model: Model, settings: TrainSettings, *, temperature: float = 1.0) -> None:
         self._model, self._settings = model, settings
         self._temperature = effective_temperature(temperature)
+        self._objective = load_loss(settings.algorithm.loss_type)
         parallel = model.parallel
         self.split = Split(
             dp_size=parallel.dp_size,
@@ -194,6 +196,8 @@ class ForwardBackward:
             rollout_log_probs=row["rollout_log_probs"],
             old_log_probs=row.get("old_log_probs"),
             ref_log_probs=row.get("ref_log_probs"),
+            documents=Documents(row["documents"], len(row["cu_seqlens"]) - 1, self._model.parallel.cp_group),
+            objective=self._objective,
             settings=settings,
         )
         names = self._reduced_names

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from relax_data.types import BatchRows, RowSource, StepManifest, TrainBatch
 from relax_data.weights import Bucket
 
-from relax_train.algorithms.advantages import check_rewards, group_normalized, whitened
+from relax_train.algorithms.advantages import advantage_inputs, compute_advantages
 from relax_train.algorithms.losses import masked_weights, weight_divisors
 from relax_train.algorithms.reference import ReferenceWeights
+from relax_train.algorithms.registry import load_estimator, load_loss
 from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.offload import Offload
 from relax_train.backend.optimizer import Optimizer, build_optimizer
@@ -52,6 +53,10 @@ class Trainer:
         always_log_probs: run the forward-only log-prob pass also where the training pass gives the same values, for a
             profile of the phase ``train_log_probs``, which is empty otherwise. The training result is the same.
         observer: is told of the phases of each step.
+
+    Raises:
+        ValueError: ``--advantage-estimator`` or ``--loss-type`` names a function of the user that cannot be imported or
+            called with what it is given.
     """
 
     def __init__(
@@ -66,6 +71,8 @@ class Trainer:
         self._settings, self._temperature, self._total_steps = settings, temperature, total_steps
         self._always_log_probs = always_log_probs
         self._observer: StepObserver = observer or NullObserver()
+        self._estimator = load_estimator(settings.algorithm.advantage_estimator)
+        load_loss(settings.algorithm.loss_type)  # now, before a model is loaded
         self._parallel: ParallelState | None = None
         self._model: Model | None = None
         self._optimizer: Optimizer | None = None
@@ -247,11 +254,19 @@ class Trainer:
             if needs_old:
                 with timer.phase("log_probs"):
                     old = forward_backward.log_probs(batch, forward_plan)
-        advantages = self._advantages(batch, mine, old, ref)
+        inputs = advantage_inputs(
+            manifest,
+            settings.algorithm,
+            own=mine,
+            masks=[batch.loss_masks[i] for i in mine],
+            old_log_probs=None if old is None else [old[i] for i in mine],
+            ref_log_probs=None if ref is None else [ref[i] for i in mine],
+            all_reduce=self._sum_over_data_parallel,
+        )
         columns: dict[str, dict[int, np.ndarray]] = {
             "mask": {i: batch.loss_masks[i] for i in mine},
             "rollout_log_probs": {i: batch.rollout_log_probs[i] for i in mine},
-            "advantages": {i: np.full(manifest.response_lengths[i], advantages[i]) for i in mine},
+            "advantages": dict(zip(mine, compute_advantages(inputs, self._estimator), strict=True)),
         }
         if old is not None and len(steps) > 1:
             columns["old_log_probs"] = {i: old[i] for i in mine}
@@ -267,24 +282,6 @@ class Trainer:
             | _staleness(manifest, version)
             | {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
         )
-
-    def _advantages(
-        self, batch: RankBatch, mine: list[int], old: list[np.ndarray] | None, ref: list[np.ndarray] | None
-    ) -> np.ndarray:
-        settings, manifest = self._settings.algorithm, batch.manifest
-        check_rewards(manifest.names, manifest.rewards)
-        rewards = manifest.rewards.astype(np.float64)
-        if settings.kl_coef != 0:
-            assert old is not None, "--kl-coef needs the log-probs of the policy"
-            assert ref is not None, "--kl-coef needs the log-probs of the reference"
-            kl = np.zeros(len(batch))
-            for i in mine:
-                kl[i] = float(((old[i].astype(np.float64) - ref[i]) * batch.loss_masks[i]).sum())
-            rewards -= settings.kl_coef * self._sum_over_data_parallel(kl)
-        advantages = group_normalized(
-            rewards, manifest.group_ids, divide_by_std=not settings.disable_grpo_std_normalization
-        )
-        return whitened(advantages, manifest.trained_tokens) if settings.normalize_advantages else advantages
 
     def _sum_over_data_parallel(self, values: np.ndarray) -> np.ndarray:
         """Adds up what data-parallel ranks know of their own samples; float64 of the same shape."""

@@ -9,6 +9,7 @@ from relax_data.readers.files import resolve_files
 from relax_train.models.architectures import ARCHITECTURES, model_shape, unsupported
 from relax_train.settings.model import read_hf_config
 
+from relax_cli.checks.algorithm_checks import algorithm_problems, algorithm_warnings
 from relax_cli.checks.file_checks import file_needs, file_problems
 from relax_cli.checks.lengths import ENGINE_MARGIN, micro_batch_tokens
 from relax_cli.cluster.placement import SIZES, local_gpus
@@ -44,6 +45,7 @@ def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problem
         _model_problems,
         _length_problems,
         _reference_problems,
+        algorithm_problems,
         _schedule_problems,
         _eval_problems,
         _debug_problems,
@@ -365,17 +367,7 @@ def warnings_of(config: RunConfig) -> list[str]:
     if batch.balance_data:
         several = " (with the one optimizer step a rollout of this run they do not)" if step == samples else ""
         found.append(f"--balance-data: responses to one prompt may fall into different training steps{several}")
-    one = config.rollout.n_samples_per_prompt == 1 and config.train.algorithm.advantage_estimator == "grpo"
-    if one and not config.debug.debug_rollout_only:
-        rest = (
-            ": only --entropy-coef moves the weights"
-            if config.train.algorithm.entropy_coef
-            else ", and nothing is learned"
-        )
-        found.append(
-            "--n-samples-per-prompt 1: GRPO compares the responses to one prompt, so the advantage of a single one is "
-            f"always 0{rest}; use 2 or more, for example 8"
-        )
+    found += algorithm_warnings(config, steps=samples // step)
     if not config.debug.debug_rollout_only and placement is not None and step < placement.dp:
         found.append(
             f"an optimizer step has {step} samples for {placement.dp} data-parallel ranks, so {placement.dp - step} of "

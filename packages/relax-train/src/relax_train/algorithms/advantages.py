@@ -1,124 +1,96 @@
-"""Advantages of the samples of a rollout: host arithmetic in float64, the same on every rank."""
+"""Advantages of the samples of a rollout: the chosen estimator, and what comes before and after it."""
 
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-from relax_data.types import TrainBatch
+from numpy.typing import NDArray
+from relax_data.types import StepManifest
 
+from relax_train.algorithms.estimators import AdvantageInputs, AllReduce, alone, whitened
+from relax_train.algorithms.registry import Estimator, load_estimator
 from relax_train.settings.algorithm import AlgorithmSettings
 
-STD_FLOOR = 1e-6
-"""Added to standard deviations, so that nearly equal rewards do not give huge advantages."""
 
+def check_rewards(names: Sequence[str], rewards: np.ndarray) -> None:
+    """Holds that every reward is a number.
 
-def group_normalized(rewards: ArrayLike, group_ids: ArrayLike, *, divide_by_std: bool = True) -> NDArray[np.float64]:
-    """GRPO: reward of each sample relative to its group.
-
-    DeepSeekMath (arXiv:2402.03300) section 4.1.2, outcome supervision: ``A_i = (r_i - mean(r)) / std(r)`` over the
-    responses to one prompt. Without the division: Dr. GRPO (arXiv:2503.20783) section 3.2. The standard deviation is
-    the unbiased one (n - 1), plus :data:`STD_FLOOR`.
-
-    A group of one sample has nothing to be compared with: its advantage is 0, as is, exactly, that of every sample of a
-    group of equal rewards.
-
-    Args:
-        rewards: ``[n]``.
-        group_ids: ``[n]``, equal within a group; groups need not be contiguous.
-        divide_by_std: divide by the group's standard deviation.
-
-    Returns:
-        float64 ``[n]``.
+    Raises:
+        ValueError: one is not finite; the message names the sample.
     """
-    values = np.asarray(rewards, dtype=np.float64)
-    ids = np.asarray(group_ids)
-    result = np.empty_like(values)
-    for group in np.unique(ids):
-        members = np.flatnonzero(ids == group)
-        r = values[members]
-        if r.max() == r.min():
-            result[members] = 0.0
-        else:
-            centred = r - r.mean()
-            result[members] = centred / (r.std(ddof=1) + STD_FLOOR) if divide_by_std else centred
-    return result
+    for name, reward in zip(names, rewards, strict=True):
+        if not np.isfinite(reward):
+            raise ValueError(f"{name}: its reward is {reward}; the reward function must return a finite number")
 
 
-def whitened(advantages: ArrayLike, token_counts: ArrayLike) -> NDArray[np.float64]:
-    """Advantages with mean 0 and variance 1 over all trained tokens of the rollout.
+def kl_of_tokens(old_log_probs: Sequence[np.ndarray], ref_log_probs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """``log pi_old - log pi_ref`` of each token: the estimate k1 of the divergence from the reference model.
 
     Args:
-        advantages: ``[n]``, one a sample; each of its trained tokens has it.
-        token_counts: ``[n]`` trained tokens of each sample: the weights of mean and variance.
-
-    Returns:
-        float64 ``[n]``; the input when no token is trained.
-    """
-    values = np.asarray(advantages, dtype=np.float64)
-    counts = np.asarray(token_counts, dtype=np.float64)
-    if counts.sum() == 0:
-        return values
-    mean = np.average(values, weights=counts)
-    std = np.sqrt(np.average((values - mean) ** 2, weights=counts))
-    return (values - mean) / (std + STD_FLOOR)
-
-
-def rewards_minus_kl(
-    batch: TrainBatch, old_log_probs: list[np.ndarray], ref_log_probs: list[np.ndarray], kl_coef: float
-) -> NDArray[np.float64]:
-    """``r_i - kl_coef * sum_t mask_t (log pi_old(t) - log pi_ref(t))``: InstructGPT (arXiv:2203.02155) equation 2.
-
-    Args:
-        batch: rewards and loss masks.
         old_log_probs: per sample ``[response]``, of the policy before the first optimizer step.
         ref_log_probs: per sample ``[response]``, of the reference model.
-        kl_coef: weight of the divergence (``--kl-coef``).
 
     Returns:
-        float64 ``[n]``.
+        per sample float64 ``[response]``.
     """
-    kl = [
-        float(((old.astype(np.float64) - ref) * mask).sum())
-        for old, ref, mask in zip(old_log_probs, ref_log_probs, batch.loss_masks, strict=True)
-    ]
-    return batch.rewards.astype(np.float64) - kl_coef * np.array(kl)
+    return [old.astype(np.float64) - ref for old, ref in zip(old_log_probs, ref_log_probs, strict=True)]
 
 
-def compute_advantages(
-    batch: TrainBatch,
+def advantage_inputs(
+    manifest: StepManifest,
     settings: AlgorithmSettings,
     *,
-    old_log_probs: list[np.ndarray] | None = None,
-    ref_log_probs: list[np.ndarray] | None = None,
-) -> NDArray[np.float64]:
-    """Advantage of each sample of ``batch``; all its tokens share it.
+    own: Sequence[int] | NDArray[np.int64],
+    masks: Sequence[np.ndarray],
+    old_log_probs: Sequence[np.ndarray] | None = None,
+    ref_log_probs: Sequence[np.ndarray] | None = None,
+    all_reduce: AllReduce = alone,
+) -> AdvantageInputs:
+    """What an estimator is given on this rank.
 
     Args:
-        batch: the whole rollout, so that groups are complete.
+        manifest: all samples of the rollout, so that groups are complete.
         settings: estimator and its switches.
-        old_log_probs: needed when ``settings.kl_coef`` is not 0.
-        ref_log_probs: needed when ``settings.kl_coef`` is not 0.
-
-    Returns:
-        float64 ``[n]``.
+        own: which of the samples this rank holds.
+        masks: ``[response]`` for each own sample.
+        old_log_probs: ``[response]`` for each own sample; needed when ``settings.kl_coef`` is not 0.
+        ref_log_probs: ``[response]`` for each own sample; needed when ``settings.kl_coef`` is not 0.
+        all_reduce: sums an array over the ranks that hold the samples; the default is for a rank that holds all.
 
     Raises:
         ValueError: a reward is not finite; the message names the sample.
     """
-    check_rewards(batch.names, batch.rewards)
-    rewards = batch.rewards.astype(np.float64)
+    check_rewards(manifest.names, manifest.rewards)
+    kl = None
     if settings.kl_coef != 0:
         assert old_log_probs is not None, "--kl-coef needs the log-probs of the policy"
         assert ref_log_probs is not None, "--kl-coef needs the log-probs of the reference"
-        rewards = rewards_minus_kl(batch, old_log_probs, ref_log_probs, settings.kl_coef)
-    advantages = group_normalized(rewards, batch.group_ids, divide_by_std=not settings.disable_grpo_std_normalization)
-    if settings.normalize_advantages:
-        advantages = whitened(advantages, [mask.sum() for mask in batch.loss_masks])
-    return advantages
+        kl = kl_of_tokens(old_log_probs, ref_log_probs)
+    return AdvantageInputs(
+        rewards=manifest.rewards.astype(np.float64),
+        group_ids=manifest.group_ids,
+        trained_tokens=manifest.trained_tokens,
+        own=np.asarray(own, dtype=np.int64),
+        masks=masks,
+        kl=kl,
+        settings=settings,
+        all_reduce=all_reduce,
+    )
 
 
-def check_rewards(names: Sequence[str], rewards: np.ndarray) -> None:
-    """Raises where a reward is not finite; the message names the sample."""
-    for name, reward in zip(names, rewards, strict=True):
-        if not np.isfinite(reward):
-            raise ValueError(f"{name}: its reward is {reward}; the reward function must return a finite number")
+def compute_advantages(inputs: AdvantageInputs, estimator: Estimator | None = None) -> list[np.ndarray]:
+    """Advantage of every response token of the samples of this rank.
+
+    Args:
+        inputs: rewards of the whole rollout, token columns of this rank's samples.
+        estimator: from :func:`load_estimator`; default: the one that the settings name.
+
+    Returns:
+        float64 ``[response]`` for each own sample; normalised over all trained tokens of the rollout with
+        ``--normalize-advantages``.
+
+    Raises:
+        ValueError: an estimator of the user returned something else; the message says what.
+    """
+    settings = inputs.settings
+    advantages = (estimator or load_estimator(settings.advantage_estimator))(inputs)
+    return whitened(advantages, inputs.masks, inputs.all_reduce) if settings.normalize_advantages else advantages

@@ -5,13 +5,17 @@ data-parallel ranks and micro-batches (:func:`token_weights`). Adding the losses
 the loss of the step, however the samples were grouped.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
+from relax_train.algorithms.registry import Loss, load_loss
+from relax_train.algorithms.surrogates import LossInputs
 from relax_train.settings.algorithm import AlgorithmSettings, KLLossType
 
 MAX_LOG_RATIO = 20.0
@@ -135,6 +139,61 @@ def tis_weights(old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, cl
     return log_ratio.exp().clamp(max=clip)
 
 
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Which tokens of a micro-batch belong to the same response, for what is computed of a whole response.
+
+    Attributes:
+        index: int64 ``[tokens]``, number of the document that each token lies in.
+        count: documents of the micro-batch, over all context-parallel ranks.
+        group: context-parallel group, whose ranks hold parts of the same documents; None for a single rank.
+    """
+
+    index: torch.Tensor
+    count: int
+    group: "dist.ProcessGroup | None" = None
+
+    def mean(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """For each token the mean of ``values`` over the trained tokens of its document, in float64, without gradient.
+
+        Args:
+            values: ``[tokens]``.
+            mask: ``[tokens]``, 1 on trained tokens; a document without one has the mean 0.
+        """
+        columns = torch.stack([values.detach() * mask, mask]).double()
+        sums = torch.zeros(2, self.count, dtype=torch.float64, device=values.device).index_add_(1, self.index, columns)
+        if self.group is not None and dist.get_world_size(self.group) > 1:
+            dist.all_reduce(sums, group=self.group)
+        return (sums[0] / sums[1].clamp(min=1))[self.index]
+
+
+def probability_ratio(
+    log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask: torch.Tensor, documents: Documents | None = None
+) -> torch.Tensor:
+    """``pi / pi_old`` of each token, or, with ``documents``, of the whole response that each token belongs to.
+
+    Of a token: PPO (arXiv:1707.06347) section 3. Of a response y: GSPO (arXiv:2507.18071) equations 7 and 14,
+    ``s = exp(mean over y of (log pi - log pi_old))`` on each of its tokens, with the gradient of GSPO-token:
+    ``s_t = sg(s) pi_t / sg(pi_t)``, so ``grad s_t = s grad log pi_t``. Where all tokens of a response have the same
+    weight and advantage, their sum has the gradient of GSPO itself (the paper's section 4.3), and no gradient has to
+    flow through the sum over context-parallel ranks.
+
+    Args:
+        log_probs: ``[tokens]``, differentiable.
+        old_log_probs: ``[tokens]``.
+        mask: ``[tokens]``, 1 on trained tokens; the mean goes over those.
+        documents: asks for the ratio of responses.
+
+    Returns:
+        ``[tokens]``, differentiable, of the type of ``log_probs``; log-ratios are limited to :data:`MAX_LOG_RATIO`.
+    """
+    log_ratio = log_probs - old_log_probs
+    if documents is None:
+        return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    mean = documents.mean(log_ratio, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return mean.exp().to(log_probs.dtype) * (log_probs - log_probs.detach()).exp()
+
+
 def policy_loss(
     log_probs: torch.Tensor,
     entropy: torch.Tensor,
@@ -146,11 +205,14 @@ def policy_loss(
     settings: AlgorithmSettings,
     old_log_probs: torch.Tensor | None = None,
     ref_log_probs: torch.Tensor | None = None,
+    documents: Documents | None = None,
+    objective: Loss | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """This micro-batch's part of the loss of the optimizer step.
 
-    Per token, PPO (arXiv:1707.06347) equation 7 with the two clip bounds of DAPO (arXiv:2503.14476) equation 8:
-    ``-w_tis min(rho A, clip(rho, 1 - eps, 1 + eps_high) A) + beta KL - c H`` with ``rho = pi / pi_old``.
+    Per token ``-w_tis f(rho, A, log pi) + beta KL - c H``, where f is the function that ``--loss-type`` names
+    (:mod:`relax_train.algorithms.surrogates`) and rho is ``pi / pi_old`` of the token, or of its response with
+    ``--advantage-estimator gspo`` (:func:`probability_ratio`).
 
     Args:
         log_probs: ``[tokens]`` of the policy, differentiable.
@@ -163,6 +225,8 @@ def policy_loss(
         old_log_probs: ``[tokens]`` before the first optimizer step of the rollout; None: the current ones, which is
             exact at the first step.
         ref_log_probs: ``[tokens]`` of the reference model, or None.
+        documents: which tokens form a response; needed for the ratio of a response.
+        objective: from :func:`relax_train.algorithms.registry.load_loss`; default: the one that the settings name.
 
     Returns:
         the loss (scalar), and detached scalars: sums over tokens for :data:`MEANS` and :data:`TOTALS`, maxima for
@@ -174,10 +238,21 @@ def policy_loss(
     advantages, rollout = advantages.where(trained, 0), rollout_log_probs.where(trained, 0)
     old = log_probs.detach() if old_log_probs is None else old_log_probs.where(trained, 0)
 
-    log_ratio = log_probs - old
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    low, high = 1 - settings.eps_clip, 1 + settings.upper_clip
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    assert documents is not None or not settings.sequence_ratio, "the ratio of a response needs its tokens"
+    ratio = probability_ratio(log_probs, old, mask, documents if settings.sequence_ratio else None)
+    surrogate, clipped_low, clipped_high = (objective or load_loss(settings.loss_type))(
+        LossInputs(
+            log_probs=log_probs,
+            ratio=ratio,
+            advantages=advantages,
+            old_log_probs=old,
+            rollout_log_probs=rollout,
+            mask=mask,
+            low=1 - settings.eps_clip,
+            high=1 + settings.upper_clip,
+            settings=settings,
+        )
+    )
     if settings.use_tis:
         tis = tis_weights(old, rollout, settings.tis_clip)
         surrogate = surrogate * tis
@@ -195,8 +270,6 @@ def policy_loss(
 
     with torch.no_grad():
         gap = old - rollout
-        clipped_low = (ratio < low) & (advantages < 0)
-        clipped_high = (ratio > high) & (advantages > 0)
         metrics = {
             "ratio_mean": ratio,
             "approx_kl": kl_estimate(old, log_probs, "k3"),

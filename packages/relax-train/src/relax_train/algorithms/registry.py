@@ -1,0 +1,201 @@
+"""The tables of algorithms: ``--advantage-estimator`` and ``--loss-type`` take the names that stand here.
+
+Imports no torch: the settings read the tables. To add an algorithm, write its function in
+:mod:`relax_train.algorithms.estimators` or :mod:`relax_train.algorithms.surrogates` and add one line here; its flag
+then takes the name, and the first line of its docstring is its help. A function of the user, named ``module:function``,
+is taken in place of a name.
+"""
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from relax_data.hooks import hook_problem, is_async, load_function
+
+from relax_train.algorithms import estimators, surrogates
+from relax_train.algorithms.estimators import AdvantageInputs
+from relax_train.algorithms.surrogates import LossInputs, Objective
+
+EstimatorFunction = Callable[[AdvantageInputs], list[np.ndarray]]
+LossFunction = Callable[[LossInputs], Objective]
+
+ESTIMATOR_FLAG = "--advantage-estimator"
+LOSS_FLAG = "--loss-type"
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+    """A function that estimates advantages, and what the checks need to know of it. Calling it calls the function.
+
+    Attributes:
+        function: from :class:`AdvantageInputs` to float64 ``[response]`` for each own sample.
+        compares_group: whether it compares the responses to one prompt, so that a single one has the advantage 0.
+        divides_by_std: whether it reads ``--disable-grpo-std-normalization``.
+        whitens: whether it normalises over the tokens of the rollout, as ``--normalize-advantages`` would.
+        sequence_ratio: whether the loss takes one probability ratio for a whole response (GSPO).
+    """
+
+    function: EstimatorFunction
+    compares_group: bool = False
+    divides_by_std: bool = False
+    whitens: bool = False
+    sequence_ratio: bool = False
+
+    def __call__(self, inputs: AdvantageInputs) -> list[np.ndarray]:
+        """The advantages of every token of every own sample."""
+        return self.function(inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A function that gives the objective of tokens, and what the checks need to know of it. Calling it calls that.
+
+    Attributes:
+        function: from :class:`LossInputs` to :class:`Objective`.
+        token_ratio: whether it makes sense with the ratio of a token only, not with that of a response (GSPO).
+    """
+
+    function: LossFunction
+    token_ratio: bool = False
+
+    def __call__(self, inputs: LossInputs) -> Objective:
+        """What is maximised for each token."""
+        return self.function(inputs)
+
+
+ADVANTAGES: dict[str, Estimator] = {
+    "grpo": Estimator(estimators.grpo, compares_group=True, divides_by_std=True),
+    "rloo": Estimator(estimators.rloo, compares_group=True),
+    "reinforce_plus_plus": Estimator(estimators.reinforce_plus_plus, whitens=True),
+    "reinforce_plus_plus_baseline": Estimator(
+        estimators.reinforce_plus_plus_baseline, compares_group=True, whitens=True
+    ),
+    "gspo": Estimator(estimators.gspo, compares_group=True, divides_by_std=True, sequence_ratio=True),
+}
+"""By the name for ``--advantage-estimator``."""
+
+LOSSES: dict[str, Loss] = {"clip": Loss(surrogates.clip), "cispo": Loss(surrogates.cispo, token_ratio=True)}
+"""By the name for ``--loss-type``."""
+
+
+def names_with(fact: str) -> str:
+    """The estimators of the table that have ``fact``, an attribute of :class:`Estimator`: ``grpo or gspo``."""
+    return " or ".join(name for name, estimator in ADVANTAGES.items() if getattr(estimator, fact))
+
+
+def table_help(table: Mapping[str, Estimator | Loss]) -> str:
+    """Name and first line of the docstring of every entry, and how a user names an own function; for ``--help``."""
+    lines = ((name, (entry.function.__doc__ or "").strip().partition("\n")[0]) for name, entry in table.items())
+    return " ".join(f"{name}: {line}" for name, line in lines)
+
+
+def choice_problem(flag: str, name: str, table: Iterable[str]) -> str | None:
+    """What is wrong with the name of an algorithm, as far as it can be told without importing the user's code.
+
+    Args:
+        flag: for the message.
+        name: an entry of ``table``, or ``module:function``.
+        table: the known names.
+
+    Returns:
+        a message with the fix, or None.
+    """
+    known = list(table)
+    if name in known:
+        return None
+    if ":" in name:
+        return hook_problem(flag, name)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{flag} {name!r} is none of {', '.join(known)}, nor of the form module:function{hint}"
+
+
+def load_estimator(name: str) -> Estimator:
+    """The estimator behind a value of ``--advantage-estimator``.
+
+    A function of the user is imported, and what it returns is checked at every call: one finite ``[response]`` array
+    for each own sample.
+
+    Raises:
+        ValueError: there is none of this name, it cannot be imported, or it does not take one argument.
+    """
+    if name in ADVANTAGES:
+        return ADVANTAGES[name]
+    function = _load(ESTIMATOR_FLAG, name, ADVANTAGES, "the AdvantageInputs")
+
+    def checked(inputs: AdvantageInputs) -> list[np.ndarray]:
+        return _checked_advantages(name, inputs, function(inputs))
+
+    return Estimator(checked)
+
+
+def load_loss(name: str) -> Loss:
+    """The policy loss behind a value of ``--loss-type``.
+
+    A function of the user is imported, and that it returns an :class:`Objective` for all tokens is checked at every
+    call.
+
+    Raises:
+        ValueError: there is none of this name, it cannot be imported, or it does not take one argument.
+    """
+    if name in LOSSES:
+        return LOSSES[name]
+    function = _load(LOSS_FLAG, name, LOSSES, "the LossInputs")
+
+    def checked(inputs: LossInputs) -> Objective:
+        found = function(inputs)
+        shape = inputs.log_probs.shape
+        shapes = [getattr(column, "shape", None) for column in found] if isinstance(found, Objective) else None
+        if shapes != [shape] * 3:
+            raise ValueError(
+                f"{LOSS_FLAG} {name!r} must return relax_train.algorithms.surrogates.Objective(values, clipped_low, "
+                f"clipped_high) of tensors with one entry for each of the {shape[0]} tokens, not "
+                f"{type(found).__name__ if shapes is None else f'tensors of the shapes {shapes}'}"
+            )
+        return found
+
+    return Loss(checked)
+
+
+def _load(flag: str, name: str, table: Iterable[str], argument: str) -> Callable[[Any], Any]:
+    problem = choice_problem(flag, name, table)
+    if problem is not None:
+        raise ValueError(problem)
+    function = load_function(flag, name)
+    if is_async(function):
+        raise ValueError(f"{flag} {name!r} is an async function; write it with def alone, nothing here is waited for")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # one that is built in does not say what it takes
+        return function
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"{flag} {name!r} must take one argument, {argument}, but its signature is {signature}: {error}"
+        ) from error
+    return function
+
+
+def _checked_advantages(name: str, inputs: AdvantageInputs, found: Any) -> list[np.ndarray]:
+    """What a user's estimator returned, as float64 arrays, if it is what it must be.
+
+    Raises:
+        ValueError: it is not; the message says what of it.
+    """
+    start = f"{ESTIMATOR_FLAG} {name!r} must return a list with a [response] array for each of its samples"
+    try:
+        arrays = [np.asarray(column, dtype=np.float64) for column in found]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{start}, not {type(found).__name__}: {error}") from error
+    if len(arrays) != len(inputs.masks):
+        raise ValueError(f"{start}: it has {len(arrays)} arrays for {len(inputs.masks)} samples")
+    for i, (column, mask) in enumerate(zip(arrays, inputs.masks, strict=True)):
+        if column.shape != mask.shape:
+            raise ValueError(f"{start}: number {i} has the shape {column.shape} for a response of {len(mask)} tokens")
+        if not np.isfinite(column[mask > 0]).all():
+            raise ValueError(f"{start}: number {i} holds values that are not finite numbers on trained tokens")
+    return arrays

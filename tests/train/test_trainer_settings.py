@@ -27,6 +27,35 @@ def test_the_defaults_are_fine(kind: type) -> None:
         (AlgorithmSettings, {"kl_loss_coef": 0.1}, "--kl-loss-coef has no effect without --use-kl-loss"),
         (AlgorithmSettings, {"kl_loss_type": "k2"}, "--kl-loss-type has no effect without --use-kl-loss"),
         (AlgorithmSettings, {"use_kl_loss": True}, "--use-kl-loss has no effect with the default --kl-loss-coef 0"),
+        (
+            AlgorithmSettings,
+            {"advantage_estimator": "gropo"},
+            "--advantage-estimator 'gropo' is none of grpo, rloo, .*, nor of the form module.*; did you mean 'grpo'",
+        ),
+        (AlgorithmSettings, {"advantage_estimator": "missing_module:f"}, "there is no module 'missing_module'"),
+        (AlgorithmSettings, {"loss_type": "clp"}, "--loss-type 'clp' is none of clip, cispo, nor.*did you mean 'clip'"),
+        (AlgorithmSettings, {"loss_type": "missing_module:f"}, "--loss-type .* there is no module 'missing_module'"),
+        *(
+            (
+                AlgorithmSettings,
+                {"advantage_estimator": name, "disable_grpo_std_normalization": True},
+                f"--disable-grpo-std-normalization has no effect with --advantage-estimator {name}.* use grpo or gspo",
+            )
+            for name in ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+        ),
+        *(
+            (
+                AlgorithmSettings,
+                {"advantage_estimator": name, "normalize_advantages": True},
+                f"--normalize-advantages has no effect with --advantage-estimator {name}",
+            )
+            for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+        ),
+        (
+            AlgorithmSettings,
+            {"advantage_estimator": "gspo", "loss_type": "cispo"},
+            "--loss-type cispo clips the ratio of a token, and --advantage-estimator gspo has one ratio for a whole",
+        ),
         (OptimizerSettings, {"lr": -1.0}, "--lr must be 0 or more, not -1.0"),
         (OptimizerSettings, {"min_lr": 0.0}, "--min-lr has no effect with --lr-decay-style constant"),
         (OptimizerSettings, {"lr_decay_style": "cosine", "min_lr": 1.0}, "--min-lr 1.0 must lie between 0 and --lr"),
@@ -56,6 +85,27 @@ def test_each_problem_names_flag_and_fix(kind: type, flags: dict[str, Any], mess
 
 def test_all_problems_are_told_at_once() -> None:
     assert len(problems(AlgorithmSettings, eps_clip=2.0, eps_clip_high=-1.0, tis_clip=-1.0)) == 4
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"advantage_estimator": "gspo", "disable_grpo_std_normalization": True, "normalize_advantages": True},
+        {"advantage_estimator": "rloo", "normalize_advantages": True, "kl_coef": 0.1, "loss_type": "cispo"},
+        {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1},
+        {"advantage_estimator": "reinforce_plus_plus_baseline", "use_kl_loss": True, "kl_loss_coef": 0.1},
+        {"advantage_estimator": "json:dumps", "disable_grpo_std_normalization": True, "normalize_advantages": True},
+        {"advantage_estimator": "gspo", "loss_type": "json:dumps"},
+    ],
+)
+def test_combinations_that_mean_something(flags: dict[str, Any]) -> None:
+    assert problems(AlgorithmSettings, **flags) == []
+
+
+def test_only_gspo_has_the_ratio_of_a_response() -> None:
+    assert AlgorithmSettings(advantage_estimator="gspo").sequence_ratio
+    assert not AlgorithmSettings().sequence_ratio
+    assert not AlgorithmSettings(advantage_estimator="json:dumps").sequence_ratio
 
 
 def test_a_kl_loss_of_weight_zero_that_was_asked_for_needs_no_reference() -> None:

@@ -27,7 +27,8 @@ rollout-max-response-len rollout-max-prompt-len rollout-max-context-len rollout-
 rollout-stop rollout-stop-token-ids over-sampling-batch-size dynamic-sampling-filter-path rollout-function-path
 custom-generate-function-path sglang-server-concurrency
 rm-type custom-rm-path reward-key group-rm rm-url reward-max-concurrency
-advantage-estimator eps-clip eps-clip-high use-kl-loss kl-loss-coef kl-loss-type kl-coef entropy-coef use-tis tis-clip
+advantage-estimator loss-type
+eps-clip eps-clip-high use-kl-loss kl-loss-coef kl-loss-type kl-coef entropy-coef use-tis tis-clip
 normalize-advantages disable-grpo-std-normalization calculate-per-token-loss
 lr lr-decay-style lr-warmup-iters weight-decay adam-beta1 adam-beta2 adam-eps clip-grad seed bf16
 actor-num-nodes actor-num-gpus-per-node rollout-num-gpus num-gpus-per-node ray-address
@@ -64,6 +65,7 @@ DEFAULTS = {
     "sglang_server_concurrency": 512,
     "reward_max_concurrency": 64,
     "advantage_estimator": "grpo",
+    "loss_type": "clip",
     "eps_clip": 0.2,
     "kl_loss_coef": 0.0,
     "kl_coef": 0.0,
@@ -110,3 +112,5 @@ def test_help_shows_defaults_choices_and_the_pass_through(monkeypatch: pytest.Mo
     assert "{k1,k2,k3,low_var_kl}" in text
     assert "--sglang-<name>" in text
     assert "--sglang-extra" not in text
+    for name in ("reinforce_plus_plus_baseline: ", "cispo: ", "exact-match: "):
+        assert name in text

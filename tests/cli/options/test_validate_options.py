@@ -239,6 +239,40 @@ def test_printing_and_planning_exclude_each_other(workspace: Path, model: list[s
     assert "--dry-run and --print-config" in only([*model, "--dry-run", "--print-config"])
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gspo", "reinforce_plus_plus_baseline"])
+def test_an_estimator_that_compares_needs_something_to_compare(workspace: Path, start: list[str], name: str) -> None:
+    alone = [*start[:-2], "--advantage-estimator", name, "--eps-clip", "0.1"]
+    message = only(alone)
+    assert message.startswith(f"--advantage-estimator {name} compares the responses to one prompt")
+    assert "--n-samples-per-prompt 1" in message
+    assert resolve([*alone, "--debug-rollout-only"], {}).warnings == ()
+    assert resolve([*alone[:-4], "--advantage-estimator", "reinforce_plus_plus"], {}).warnings == ()
+
+
+def test_combinations_of_algorithms_reach_the_user(workspace: Path, start: list[str]) -> None:
+    message = only([*start, "--advantage-estimator", "rloo", "--disable-grpo-std-normalization"])
+    assert "--disable-grpo-std-normalization has no effect with --advantage-estimator rloo" in message
+    assert "did you mean 'rloo'" in only([*start, "--advantage-estimator", "rlo"])
+    (own,) = [p for p in problems([*start, "--advantage-estimator", "no_such_module:f"]) if "no_such_module" in p]
+    assert own.startswith("--advantage-estimator 'no_such_module:f': there is no module")
+
+
+def test_warnings_about_ratios(workspace: Path, start: list[str]) -> None:
+    several = [*start, "--num-steps-per-rollout", "2"]
+    gspo = ["--advantage-estimator", "gspo"]
+    (wide,) = resolve([*several, *gspo], {}).warnings
+    assert "default --eps-clip 0.2" in wide
+    assert "--eps-clip 3e-4 --eps-clip-high 4e-4" in wide
+    narrow = [*gspo, "--eps-clip", "3e-4"]
+    assert resolve([*several, *narrow], {}).warnings == ()
+    (one,) = resolve([*start, *narrow], {}).warnings
+    assert "with one optimizer step a rollout every probability ratio is 1" in one
+    assert "as --advantage-estimator grpo does" in one
+    (cispo,) = resolve([*start, "--loss-type", "cispo"], {}).warnings
+    assert "as --loss-type clip does" in cispo
+    assert resolve([*several, "--loss-type", "cispo"], {}).warnings == ()
+
+
 def test_warnings(workspace: Path, model: list[str], start: list[str]) -> None:
     assert resolve(start, {}).warnings == ()
     alone = [*start[:-2], "--n-samples-per-prompt", "1"]

@@ -6,7 +6,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from relax_train.algorithms.losses import kl_estimate, metric_names, policy_loss, tis_weights, token_weights
+from relax_train.algorithms.losses import (
+    Documents,
+    kl_estimate,
+    metric_names,
+    policy_loss,
+    tis_weights,
+    token_weights,
+)
 from relax_train.settings.algorithm import AlgorithmSettings
 
 
@@ -171,3 +178,172 @@ def test_weights_of_a_step_add_up_to_one() -> None:
     per_sample = token_weights(masks, per_token=False)
     np.testing.assert_allclose(np.concatenate(per_sample), np.array([1 / 3, 1 / 3, 0, 1 / 3, 0, 0, 1]) / 2)
     assert not np.concatenate(token_weights([np.zeros(3)], per_token=False)).any()
+
+
+# ---------------------------------------------------------------------- cispo
+
+
+def test_cispo_by_hand() -> None:
+    """Three tokens with ratios 2, 1 and 1/4, clipped to 1.3, 1 and 0.6; the fourth is masked."""
+    old = torch.tensor([-1.0, -2.0, -0.5, -3.0], dtype=torch.float64)
+    log_probs = (old + torch.tensor([2.0, 1.0, 0.25, 5.0], dtype=torch.float64).log()).requires_grad_()
+    column = {
+        "weights": [0.5, 0.25, 0.25, 0.0],
+        "mask": [1.0, 1.0, 1.0, 0.0],
+        "advantages": [1.0, -2.0, -1.0, 9.0],
+        "rollout_log_probs": old.tolist(),
+    }
+    tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in column.items()}
+    settings = AlgorithmSettings(loss_type="cispo", eps_clip=0.4, eps_clip_high=0.3)
+    loss, sums = policy_loss(log_probs, torch.zeros(4), old_log_probs=old, settings=settings, **tensors)
+    first, third = -1 + math.log(2), -0.5 - math.log(4)
+    expected = -(0.5 * 1.3 * 1 * first + 0.25 * 1 * -2 * -2 + 0.25 * 0.6 * -1 * third)
+    assert loss.item() == pytest.approx(expected, abs=1e-12)
+    loss.backward()
+    # The clip function has no gradient at the first and the third token; cispo keeps theirs.
+    np.testing.assert_allclose(log_probs.grad, [-0.5 * 1.3, 0.25 * 2, 0.25 * 0.6, 0], atol=1e-15)
+    assert [sums[f"clip_fraction{end}"].item() for end in ("", "_low", "_high")] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("use_tis", [False, True])
+def test_cispo_on_random_tokens(use_tis: bool) -> None:
+    settings = AlgorithmSettings(loss_type="cispo", eps_clip=0.1, eps_clip_high=0.28, use_tis=use_tis, tis_clip=1.2)
+    c = columns()
+    loss, sums = policy_loss(**c, settings=settings)
+    loss.backward()
+    weight, value = [], 0.0
+    for i in range(40):
+        lp, old, w = c["log_probs"][i].item(), c["old_log_probs"][i].item(), c["weights"][i].item()
+        factor = w * c["advantages"][i].item() * min(max(math.exp(lp - old), 0.9), 1.28)
+        if use_tis:
+            factor *= min(math.exp(old - c["rollout_log_probs"][i].item()), 1.2)
+        weight.append(-factor)
+        value -= factor * lp
+    assert loss.item() == pytest.approx(value, abs=1e-12)
+    np.testing.assert_allclose(c["log_probs"].grad, weight, atol=1e-12)
+    rho = (c["log_probs"] - c["old_log_probs"]).exp()
+    clipped = ((rho < 0.9) | (rho > 1.28)) & (c["mask"] > 0)
+    assert sums["clip_fraction"].item() == clipped.sum() > 10
+    assert (c["log_probs"].grad[clipped] != 0).all()
+
+
+@pytest.mark.parametrize("loss_type", ["clip", "cispo"])
+def test_at_the_first_step_both_losses_have_the_gradient_of_the_policy(loss_type: str) -> None:
+    c = columns()
+    c["old_log_probs"] = None
+    loss, _ = policy_loss(**c, settings=AlgorithmSettings(loss_type=loss_type))
+    loss.backward()
+    torch.testing.assert_close(c["log_probs"].grad, -c["weights"] * c["advantages"])
+
+
+# ---------------------------------------------------------------------- gspo
+
+LENGTHS = [9, 1, 14, 6, 10]
+"""Tokens of the documents of :func:`columns`; the last one is not trained at all."""
+
+
+def response_columns(per_token: bool = False) -> tuple[dict[str, torch.Tensor], Documents]:
+    """Columns of five responses with one advantage each, whose ratios lie on both sides of a narrow range."""
+    c = columns()
+    index = torch.repeat_interleave(torch.arange(5), torch.tensor(LENGTHS))
+    c["mask"][9] = 1
+    c["mask"][index == 4] = 0
+    c["advantages"] = torch.tensor([1.0, -0.5, -2.0, 0.7, 3.0], dtype=torch.float64)[index]
+    masks = [m.numpy() for m in c["mask"].split(LENGTHS)]
+    c["weights"] = torch.from_numpy(np.concatenate(token_weights(masks, per_token=per_token)))
+    return c, Documents(index, 5)
+
+
+def gspo_settings(**changes: object) -> AlgorithmSettings:
+    return AlgorithmSettings(**{"advantage_estimator": "gspo", "eps_clip": 0.05, "eps_clip_high": 0.06, **changes})
+
+
+def test_the_ratio_of_a_response_by_hand() -> None:
+    """Two responses: log-ratios 0.2 and -0.6 (one more is masked), mean -0.2; and 0.3."""
+    old = torch.full((4,), -1.0, dtype=torch.float64)
+    log_probs = (old + torch.tensor([0.2, -0.6, 5.0, 0.3], dtype=torch.float64)).requires_grad_()
+    column = {
+        "weights": [0.25, 0.25, 0.0, 0.5],
+        "mask": [1.0, 1.0, 0.0, 1.0],
+        "advantages": [2.0, 2.0, 2.0, 1.0],
+        "rollout_log_probs": [-1.0] * 4,
+    }
+    tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in column.items()}
+    documents = Documents(torch.tensor([0, 0, 0, 1]), 2)
+    loss, sums = policy_loss(
+        log_probs, torch.zeros(4), old_log_probs=old, documents=documents, settings=gspo_settings(), **tensors
+    )
+    # s = exp(-0.2) is below 0.95 but its advantage pulls up, so it is not clipped; exp(0.3) is clipped to 1.06.
+    assert loss.item() == pytest.approx(-(math.exp(-0.2) * 2 + 1.06) / 2, abs=1e-12)
+    loss.backward()
+    np.testing.assert_allclose(log_probs.grad, [-0.25 * math.exp(-0.2) * 2] * 2 + [0, 0], atol=1e-15)
+    assert sums["clip_fraction_high"].item() == 1
+    assert sums["ratio_mean"].item() == pytest.approx(2 * math.exp(-0.2) + math.exp(0.3))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_gspo_has_the_value_and_the_gradient_of_the_sequence_objective(per_token: bool) -> None:
+    """GSPO equation 5 with autograd through the whole mean, which the code does not need."""
+    c, documents = response_columns(per_token)
+    loss, sums = policy_loss(**c, documents=documents, settings=gspo_settings())
+    loss.backward()
+    got = c["log_probs"].grad.clone()
+    c["log_probs"].grad = None
+
+    total, clipped = torch.zeros((), dtype=torch.float64), 0
+    names = ("log_probs", "old_log_probs", "mask", "weights", "advantages")
+    for lp, old, mask, weights, advantages in zip(*(c[n].split(LENGTHS) for n in names), strict=True):
+        if mask.sum() == 0:
+            continue
+        s, a = (((lp - old) * mask).sum() / mask.sum()).exp(), advantages[0]
+        total = total - weights.sum() * torch.minimum(s * a, s.clamp(0.95, 1.06) * a)
+        clipped += int(mask.sum()) * bool((s < 0.95 and a < 0) or (s > 1.06 and a > 0))
+    total.backward()
+    assert loss.item() == pytest.approx(total.item(), abs=1e-12)
+    torch.testing.assert_close(got, c["log_probs"].grad, rtol=0, atol=1e-12)
+    assert sums["clip_fraction"].item() == clipped
+    assert 0 < clipped < c["mask"].sum()
+    assert got.abs().max() > 1e-3
+
+
+def test_gspo_with_importance_sampling_weights_each_token() -> None:
+    c, documents = response_columns()
+    settings = gspo_settings(use_tis=True, tis_clip=1.2, eps_clip=0.9, eps_clip_high=9.0)
+    loss, _ = policy_loss(**c, documents=documents, settings=settings)
+    loss.backward()
+    tis = tis_weights(c["old_log_probs"], c["rollout_log_probs"], 1.2)
+    s = documents.mean(c["log_probs"] - c["old_log_probs"], c["mask"]).exp()
+    torch.testing.assert_close(c["log_probs"].grad, -c["weights"] * tis * s * c["advantages"], rtol=0, atol=1e-12)
+    assert loss.item() == pytest.approx(-(c["weights"] * tis * s * c["advantages"]).sum().item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("settings", [gspo_settings(), AlgorithmSettings(loss_type="cispo")])
+def test_masked_tokens_take_no_part_in_the_other_losses_either(settings: AlgorithmSettings) -> None:
+    c, documents = response_columns()
+    results = []
+    for _ in range(2):
+        c["log_probs"].grad = None
+        loss, sums = policy_loss(**c, documents=documents, settings=settings)
+        loss.backward()
+        results.append((loss.item(), {k: v.item() for k, v in sums.items()}, c["log_probs"].grad.clone()))
+        off = c["mask"] == 0
+        for name in ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs"):
+            c[name] = c[name].masked_fill(off, float("nan"))
+    assert results[0][:2] == results[1][:2]
+    assert torch.equal(results[0][2], results[1][2])
+    assert (results[0][2][off] == 0).all()
+
+
+def test_the_ratio_of_a_response_is_finite_and_exact_in_float32() -> None:
+    """A response of 20,000 tokens that moved by 3e-4 each: float32 sums would be off by more than the clip range."""
+    n = 20_000
+    old = -torch.rand(n, generator=torch.Generator().manual_seed(0)) * 8
+    documents = Documents(torch.zeros(n, dtype=torch.int64), 1)
+    mean = documents.mean((old + 3e-4) - old, torch.ones(n))
+    assert mean[0].item() == pytest.approx(3e-4, abs=2e-7)
+    far = columns(n=40)
+    far["log_probs"] = (far["old_log_probs"] + 500).requires_grad_()
+    loss, _ = policy_loss(**far, documents=Documents(torch.zeros(40, dtype=torch.int64), 1), settings=gspo_settings())
+    loss.backward()
+    assert loss.isfinite()
+    assert far["log_probs"].grad.isfinite().all()

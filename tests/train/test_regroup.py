@@ -5,9 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from relax_data.types import TrainBatch
+from relax_data.types import StepManifest, TrainBatch
+from relax_train.algorithms.advantages import advantage_inputs, compute_advantages
+from relax_train.algorithms.estimators import group_normalized
 from relax_train.algorithms.logprobs import token_log_probs
-from relax_train.algorithms.losses import metric_names, policy_loss, token_weights
+from relax_train.algorithms.losses import Documents, metric_names, policy_loss, token_weights
+from relax_train.algorithms.registry import ADVANTAGES, LOSSES
 from relax_train.batching import Split, build_micro_batch
 from relax_train.settings.algorithm import AlgorithmSettings
 
@@ -30,7 +33,7 @@ def batch() -> TrainBatch:
         loss_masks=masks,
         rollout_log_probs=[-rng.random(r).astype(np.float32) * 3 for r in responses],
         rewards=rng.random(N).astype(np.float32),
-        group_ids=np.zeros(N, np.int64),
+        group_ids=np.array([0, 0, 0, 1, 1, 1]),
         oldest_versions=np.zeros(N, np.int64),
         names=[f"row:{i}" for i in range(N)],
     )
@@ -73,13 +76,22 @@ def step(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Gradient (flat) and metric sums of one optimizer step; ranks add up their gradients as micro-batches do."""
     rng = np.random.default_rng(9)
+    old, ref = ([-rng.random(r) * 3 for r in batch.response_lengths] for _ in range(2))
+    inputs = advantage_inputs(
+        StepManifest.of(batch),
+        settings,
+        own=range(N),
+        masks=batch.loss_masks,
+        old_log_probs=old,
+        ref_log_probs=ref,
+    )
     columns: dict[str, list[np.ndarray]] = {
         "weights": list(token_weights(batch.loss_masks, per_token=settings.calculate_per_token_loss)),
         "mask": batch.loss_masks,
-        "advantages": [np.full(r, a) for r, a in zip(batch.response_lengths, rng.normal(size=N), strict=True)],
+        "advantages": compute_advantages(inputs),
         "rollout_log_probs": batch.rollout_log_probs,
-        "old_log_probs": [-rng.random(r) * 3 for r in batch.response_lengths],
-        "ref_log_probs": [-rng.random(r) * 3 for r in batch.response_lengths],
+        "old_log_probs": old,
+        "ref_log_probs": ref,
     }
     model.zero_grad()
     totals: dict[str, float] = {}
@@ -87,7 +99,10 @@ def step(
         row = build_micro_batch(batch, group, Split(), columns).to(torch.device("cpu"), torch.float64)
         logits = model(row["tokens"][0], row["cu_seqlens"])
         log_probs, entropy = token_log_probs(logits, row["labels"], entropy_grad=True, overwrite_logits=True)
-        loss, sums = policy_loss(log_probs, entropy, settings=settings, **{name: row[name] for name in columns})
+        documents = Documents(row["documents"], len(row["cu_seqlens"]) - 1)
+        loss, sums = policy_loss(
+            log_probs, entropy, documents=documents, settings=settings, **{name: row[name] for name in columns}
+        )
         loss.backward()
         for name, value in sums.items():
             combine = max if name.endswith("_max") else float.__add__
@@ -116,12 +131,79 @@ def test_every_partition_into_micro_batches_and_ranks(batch: TrainBatch, per_tok
     assert count == 31 + 90 + 65 + 15
 
 
+COMBINATIONS = [
+    (estimator, loss)
+    for estimator, facts in ADVANTAGES.items()
+    for loss, of in LOSSES.items()
+    if not (facts.sequence_ratio and of.token_ratio)
+]
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(("estimator", "loss"), COMBINATIONS)
+def test_every_estimator_and_loss(batch: TrainBatch, estimator: str, loss: str, per_token: bool) -> None:
+    settings = AlgorithmSettings(
+        advantage_estimator=estimator,
+        loss_type=loss,
+        calculate_per_token_loss=per_token,
+        kl_coef=0.2,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        use_tis=True,
+    )
+    model = TinyModel()
+    whole, totals = step(model, batch, [list(range(N))], settings)
+    assert whole.abs().max() > 1e-3
+    for blocks in (2, 5):
+        for groups in partitions(list(range(N)), blocks):
+            grad, sums = step(model, batch, groups, settings)
+            assert (grad - whole).abs().max() < 1e-9, groups
+            for name, value in sums.items():
+                assert value == pytest.approx(totals[name], abs=1e-9), (name, groups)
+
+
+def test_algorithms_differ(batch: TrainBatch) -> None:
+    """Guards the test above: each combination has a gradient of its own."""
+    grads = []
+    for estimator, loss in COMBINATIONS:
+        settings = AlgorithmSettings(advantage_estimator=estimator, loss_type=loss, kl_coef=0.2)
+        grads.append(step(TinyModel(), batch, [list(range(N))], settings)[0])
+    for i, first in enumerate(grads):
+        for second in grads[:i]:
+            assert (first - second).abs().max() > 1e-4
+
+
+def test_dr_grpo_up_to_one_factor_of_the_step(batch: TrainBatch) -> None:
+    """arXiv:2503.20783 section 3.2: a sum over tokens with ``r - mean(r)``, by responses times a fixed length."""
+    settings = AlgorithmSettings(
+        disable_grpo_std_normalization=True, calculate_per_token_loss=True, eps_clip=0.9, eps_clip_high=1e6
+    )
+    model, fixed_length = TinyModel(), 16
+    got, _ = step(model, batch, [[0, 3], [1, 2, 4, 5]], settings)
+    rng = np.random.default_rng(9)
+    olds = [-rng.random(r) * 3 for r in batch.response_lengths]
+    model.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for i in range(N):
+        tokens, r = torch.from_numpy(batch.tokens[i]), int(batch.response_lengths[i])
+        log_p = model(tokens, torch.tensor([0, len(tokens)])).log_softmax(-1)
+        ratio = (log_p[-r - 1 : -1].gather(1, tokens[-r:, None]).squeeze(1) - torch.from_numpy(olds[i])).exp()
+        group = batch.rewards[batch.group_ids == batch.group_ids[i]].astype(np.float64)
+        a = float(batch.rewards[i]) - group.mean()
+        objective = torch.minimum(ratio * a, ratio.clamp(0.1, 1e6) * a)
+        total = total - (objective * torch.from_numpy(batch.loss_masks[i])).sum() / (N * fixed_length)
+    total.backward()
+    dr_grpo = torch.cat([p.grad.flatten() for p in model.parameters()])
+    mean_length = sum(float(m.sum()) for m in batch.loss_masks) / N
+    torch.testing.assert_close(got, dr_grpo * fixed_length / mean_length, rtol=0, atol=1e-9)
+
+
 def test_the_mean_over_samples_is_written_out(batch: TrainBatch) -> None:
     """Against the formula, sample by sample: a mean of means over the samples that train something."""
     model = TinyModel()
     got, _ = step(model, batch, [[0, 3], [1, 2, 4, 5]], AlgorithmSettings(eps_clip=0.9, eps_clip_high=1e6))
     rng = np.random.default_rng(9)
-    advantages = rng.normal(size=N)
+    advantages = group_normalized(batch.rewards, batch.group_ids)
     olds = [-rng.random(r) * 3 for r in batch.response_lengths]
     model.zero_grad()
     means = []

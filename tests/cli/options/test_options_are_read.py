@@ -49,7 +49,6 @@ KNOWN = {
     "partial_rollout_max_aborted_count": REFUSED,
     "mask_offpolicy_in_partial_rollout": REFUSED,
     "mm_processor_pool_size": REFUSED,
-    "advantage_estimator": "it has one value today",
 }
 """Options that nothing reads, each with the reason why that is right. Whoever makes one of them work removes it here:
 the test holds that the list is exact."""

@@ -15,13 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from relax_train.backend.device import before_megatron, has_cuda
+from relax_train.backend.device import has_cuda
+from relax_train.backend.mcore import megatron_random, token_dispatcher
 
 assert not has_cuda(), "the CPU shim has no place beside CUDA"
-before_megatron()
-
-from megatron.core.tensor_parallel import random as megatron_random  # noqa: E402
-from megatron.core.transformer.moe import token_dispatcher  # noqa: E402
 
 CPU = torch.device("cpu")
 

@@ -61,7 +61,7 @@ with warnings.catch_warnings(), _without("wandb"):
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -156,4 +156,5 @@ __all__ = [
     "save_preprocess",
     "tensor_parallel",
     "to_torch_checkpoint",
+    "token_dispatcher",
 ]

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_FILES = 13
-"""Source files of one folder, its ``__init__.py`` among them."""
+"""Source files of one folder, beside its ``__init__.py`` and names that are only kept for users."""
+KEPT = ("A name that users import", "Names that users import")
+"""How the docstring of a module begins that holds nothing but a name from elsewhere."""
 
 OWN_TYPES = {
     "address": "EngineAddress",
@@ -44,7 +47,11 @@ OWN_TYPES = {
 }
 """Parameters that have a type of ours wherever they occur."""
 
+JSON = r"(dict|Mapping)\[str, Any\]"
+"""A table of a file, which may hold anything."""
+
 FOREIGN = {
+    ("relax_cli.cluster.slots", "group"): "a placement group of Ray",
     ("relax_train.backend.optimizer", "groups"): "torch's parameter groups",
     ("relax_train.algorithms.logprobs", "group"): "a process group of torch",
 }
@@ -133,7 +140,8 @@ def test_megatron_is_imported_in_one_module() -> None:
 def test_a_folder_can_be_taken_in_at_a_glance() -> None:
     counts: dict[Path, int] = defaultdict(int)
     for file in source_files().values():
-        counts[file.parent] += 1
+        kept = (ast.get_docstring(tree_of(file)) or "").startswith(KEPT)
+        counts[file.parent] += file.name != "__init__.py" and not kept
     crowded = {str(folder.relative_to(ROOT)): n for folder, n in counts.items() if n > MOST_FILES}
     assert crowded == {}, f"at most {MOST_FILES} files a folder"
 
@@ -163,7 +171,9 @@ def calls_by_string(tree: ast.AST) -> Iterator[int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in ("remote", "options"):
             owner = node.value
-            if isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "getattr":
+            if not (isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "getattr"):
+                continue
+            if not ast.unparse(owner.args[1]).endswith(".__name__"):  # the name of a function that is passed itself
                 yield node.lineno
 
 
@@ -179,6 +189,7 @@ def names_of_methods_passed_on(tree: ast.AST) -> Iterator[int]:
 def test_calls_by_string_are_found() -> None:
     assert list(calls_by_string(ast.parse("getattr(a, m).remote(1)"))) == [1]
     assert list(calls_by_string(ast.parse("a.train.remote(1)"))) == []
+    assert list(calls_by_string(ast.parse("getattr(a, f.__name__).remote(1)"))) == []
     assert list(names_of_methods_passed_on(ast.parse("def f(method: str): pass"))) == [1]
 
 
@@ -213,11 +224,7 @@ def untyped_parameters(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for function in public_functions(tree):
         for argument in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]:
             known = argument.arg in OWN_TYPES or argument.arg == "config"
-            if (
-                known
-                and argument.annotation
-                and "Any" in ast.unparse(argument.annotation).replace("dict[str, Any]", "")
-            ):
+            if known and argument.annotation and "Any" in re.sub(JSON, "", ast.unparse(argument.annotation)):
                 yield function.name, argument.arg
 
 

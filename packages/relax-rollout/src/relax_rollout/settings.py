@@ -7,7 +7,7 @@ from relax_data.options import LARGEST_COEFFICIENT, LARGEST_COUNT, Settings, fla
 
 from relax_rollout.engines.sglang.settings import SGLangSettings
 from relax_rollout.hooks import hook_problem
-from relax_rollout.rewards.build import REWARDS, rewards_help
+from relax_rollout.rewards.registry import REWARDS, rewards_help
 
 if TYPE_CHECKING:
     RewardType = str

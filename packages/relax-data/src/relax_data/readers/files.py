@@ -9,13 +9,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from relax_data.errors import DataError
-from relax_data.readers.open import HUB, READERS
+from relax_data.readers.address import HUB, split_hub_address
+from relax_data.readers.open import READERS
 
 SUFFIXES = tuple(READERS)
 """Ends of the names of the files that can be read."""
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>(-?[0-9]{1,18})?):(?P<stop>(-?[0-9]{1,18})?)\]$")
-_HUB_ADDRESS = re.compile(r"^hf://(?P<name>[^?]+)(\?(?P<options>.*))?$")
-_HUB_OPTIONS = ("config", "split", "revision")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,27 +91,6 @@ def _split_slice(spec: str) -> tuple[str, int | None, int | None]:
     if stop == 0 or (start is not None and stop is not None and start >= stop and (start < 0) == (stop < 0)):
         raise DataError(f"{spec[:200]}: the slice holds no row, STOP must lie behind START")
     return match["path"], start, stop
-
-
-def split_hub_address(address: str) -> tuple[str, dict[str, str]]:
-    """The name of the dataset in ``hf://OWNER/NAME?config=C&split=S&revision=R``, and its options.
-
-    Raises:
-        DataError: it is written wrong, or has an option that does not exist or stands twice.
-    """
-    match = _HUB_ADDRESS.match(address)
-    if match is None:
-        raise DataError(f"{address}: write hf://OWNER/NAME, with ?config=C&split=S where it has several")
-    options: dict[str, str] = {}
-    for part in (match["options"] or "").split("&"):
-        key, _, value = part.partition("=")
-        if part and (key not in _HUB_OPTIONS or not value):
-            raise DataError(f"{address}: unknown option {part!r}; known are config=, split= and revision=")
-        if key in options:
-            raise DataError(f"{address}: {key}= is given twice; remove one")
-        if part:
-            options[key] = value
-    return match["name"], options
 
 
 def _paths(text: str) -> list[Path]:

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from relax_data.errors import DataError
+from relax_data.readers.address import split_hub_address
 from relax_data.readers.base import Row
-from relax_data.readers.files import split_hub_address
 
 _UNIT_ROWS = 64
 

@@ -7,10 +7,8 @@ and globs then take it, and messages name it. The libraries that read a file are
 from collections.abc import Callable
 
 from relax_data.errors import DataError
+from relax_data.readers.address import HUB
 from relax_data.readers.base import RowFile
-
-HUB = "hf://"
-"""How the address of a Hugging Face dataset begins: ``hf://OWNER/NAME``."""
 
 
 def _jsonl(path: str) -> RowFile:

@@ -8,13 +8,10 @@ the token columns of the samples of its own rank; what it needs of other ranks' 
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-if TYPE_CHECKING:
-    from relax_train.settings.algorithm import AlgorithmSettings
 
 STD_FLOOR = 1e-6
 """Added to standard deviations, so that nearly equal rewards do not give huge advantages."""
@@ -26,6 +23,30 @@ AllReduce = Callable[[Floats], Floats]
 def alone(values: Floats) -> Floats:
     """The sum over one rank: :attr:`AdvantageInputs.all_reduce` of a rank that holds every sample."""
     return values
+
+
+class EstimatorOptions(Protocol):
+    """What is read of the settings where advantages are estimated."""
+
+    @property
+    def advantage_estimator(self) -> str:
+        """Name of the estimator."""
+        ...
+
+    @property
+    def normalize_advantages(self) -> bool:
+        """Whether advantages are whitened over the trained tokens afterwards."""
+        ...
+
+    @property
+    def kl_coef(self) -> float:
+        """Weight of the divergence from the reference model in the reward."""
+        ...
+
+    @property
+    def disable_grpo_std_normalization(self) -> bool:
+        """Whether advantages are left undivided by the standard deviation of their group."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +62,7 @@ class AdvantageInputs:
         masks: float32 ``[response]`` for each OWN sample, 1 on trained tokens.
         kl: float64 ``[response]`` for each OWN sample: ``log pi_old - log pi_ref`` of each token, the estimate k1 of
             the divergence from the reference model, on masked tokens too; None when ``--kl-coef`` is 0.
-        settings: switches and coefficients.
+        settings: switches and coefficients, :class:`relax_train.settings.AlgorithmSettings`.
         all_reduce: sums an array over the ranks that hold the samples. All of them must call it equally often, with
             arrays of the same shape. The default is for a rank that holds everything.
     """
@@ -52,7 +73,7 @@ class AdvantageInputs:
     own: NDArray[np.int64]
     masks: Sequence[np.ndarray]
     kl: Sequence[Floats] | None
-    settings: "AlgorithmSettings"
+    settings: EstimatorOptions
     all_reduce: AllReduce = alone
 
     def per_token(self, advantages: Floats) -> list[Floats]:

@@ -250,7 +250,6 @@ def policy_loss(
             mask=mask,
             low=1 - settings.eps_clip,
             high=1 + settings.upper_clip,
-            settings=settings,
         )
     )
     if settings.use_tis:

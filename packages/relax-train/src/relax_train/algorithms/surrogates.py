@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-    from relax_train.settings.algorithm import AlgorithmSettings
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossInputs:
@@ -27,7 +25,6 @@ class LossInputs:
         rollout_log_probs: of the engine.
         mask: 1 on trained tokens, 0 elsewhere.
         low, high: clip bounds of the ratio: 1 - ``--eps-clip`` and 1 + ``--eps-clip-high``.
-        settings: switches and coefficients.
     """
 
     log_probs: "torch.Tensor"
@@ -38,7 +35,6 @@ class LossInputs:
     mask: "torch.Tensor"
     low: float
     high: float
-    settings: "AlgorithmSettings"
 
 
 class Objective(NamedTuple):

@@ -20,7 +20,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from relax_train.backend.mcore import MegatronModule, PackedSeqParams, ProcessGroupCollection, tensor_parallel
+from relax_train.backend.mcore import (
+    MegatronModule,
+    PackedSeqParams,
+    ProcessGroupCollection,
+    TransformerConfig,
+    tensor_parallel,
+)
 from relax_train.models.context_parallel import zigzag_positions
 from relax_train.models.rotary import rotary_tables, rotate
 
@@ -154,7 +160,7 @@ class PackedAttention(MegatronModule):
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,

@@ -1,0 +1,52 @@
+"""The table of reward types: ``--rm-type`` takes the names that stand here.
+
+A new reward type is a builder here and one line in :data:`REWARDS`; the first line of the builder's docstring is its
+help. What a builder needs is imported when it is called, so that the settings can read the table without any of it.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from relax_rollout.rewards.base import Reward
+
+
+class RewardOptions(Protocol):
+    """What a builder may read: the part of :class:`relax_rollout.settings.RewardSettings` that is about scoring."""
+
+    @property
+    def reward_max_concurrency(self) -> int:
+        """Responses that are scored at a time."""
+        ...
+
+    @property
+    def reward_key(self) -> str | None:
+        """Key of the reward in what a reward returns, when that is an object."""
+        ...
+
+
+RewardBuilder = Callable[[RewardOptions], "Reward"]
+
+
+def exact_match(settings: RewardOptions) -> "Reward":
+    """1 when the response is the label, blanks at both ends aside."""
+    from relax_rollout.rewards.exact_match import ExactMatch
+
+    return ExactMatch()
+
+
+def math(settings: RewardOptions) -> "Reward":
+    """1 when math-verify finds the answer equal to the label; in worker processes, with a time limit."""
+    from relax_rollout.rewards.math import MathReward
+
+    return MathReward(max_workers=settings.reward_max_concurrency)
+
+
+REWARDS: dict[str, RewardBuilder] = {"exact-match": exact_match, "math": math}
+"""By the name for ``--rm-type``: what builds the reward."""
+
+
+def rewards_help() -> str:
+    """Name and first line of the docstring of every reward type, for ``--help``."""
+    lines = ((name, (builder.__doc__ or "").strip().partition("\n")[0]) for name, builder in REWARDS.items())
+    return " ".join(f"{name}: {line}" for name, line in lines)

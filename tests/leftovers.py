@@ -16,7 +16,7 @@ KEPT = ("ray", "torchinductor_", "uv-")
 """Beginnings of names that tools keep on purpose (logs, caches, locks); they go with the folder."""
 GRACE_S = 60.0
 """What ends by itself may take this long."""
-LONGEST = 30
+LONGEST = 20
 """Characters of a temporary folder's path: Ray puts sockets below it, whose paths may have 107."""
 SHM = Path("/dev/shm")
 
@@ -27,11 +27,12 @@ class Leftovers:
     def __init__(self) -> None:
         base = tempfile.gettempdir()
         self._before = os.environ.get("TMPDIR")
-        self.folder = Path(tempfile.mkdtemp(prefix="rx-", dir=base if len(base) <= LONGEST else "/tmp"))
+        place = Path(base if len(base) <= LONGEST else "/tmp")
+        _remove_folders_of_killed_sessions(place)
+        self.folder = Path(tempfile.mkdtemp(prefix=f"rx{os.getpid()}-", dir=place))
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.folder)
         # The folders of failed tests stay where pytest puts them, and it clears them up by its own rules.
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", base)
-        self._failed = False
         self._shm_before = _names(SHM)
         self._foreign: set[str] = set()
         self._since: dict[str, str] = {}
@@ -39,33 +40,35 @@ class Leftovers:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         """Remembers which test was the first after which something was there."""
-        for what in self._files() | self._shared_memory():
+        fresh = _names(SHM) - self._shm_before - self._foreign
+        # What stays for the whole session, as its server's does, is looked up once.
+        shared = self._shared_memory() if any(str(SHM / name) not in self._since for name in fresh) else set()
+        for what in self._files() | shared:
             self._since.setdefault(what, nodeid)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Fails the session for what is still there when all fixtures are gone."""
-        end = time.monotonic() + GRACE_S
-        while (left := self._all()) and time.monotonic() < end:
+        ran = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        end = time.monotonic() + (GRACE_S if ran else 0.0)  # who interrupts it does not want to wait
+        left = self._all()
+        while left and time.monotonic() < end:
             time.sleep(0.2)
+            left &= self._all()
         self._found = [f"{what} (first seen after {self._since.get(what, 'the last test')})" for what in sorted(left)]
         if left and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        self._failed = session.exitstatus == pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Says what was left, and where the logs are when a test failed."""
+        """Says what was left."""
         if self._found:
             terminalreporter.section("left behind by these tests", red=True)
             for line in self._found:
                 terminalreporter.line(line)
-        if self._failed:
-            terminalreporter.line(f"Ray's logs and the rest of the session's temporary files stay in {self.folder}")
 
     def pytest_unconfigure(self) -> None:
-        """Removes the folder, with what tools keep in it, unless a test failed."""
-        if not self._failed:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        """Removes the folder, with what tools keep in it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
         tempfile.tempdir = None
         if self._before is None:
             os.environ.pop("TMPDIR", None)
@@ -103,10 +106,21 @@ class Leftovers:
         return found
 
     def _is_ours(self, pid: int) -> bool:
-        if pid == os.getpid():
-            return True
+        """By its environment, or below us: a forked process shows the environment that we were started with."""
+        above = pid
+        while above > 1:
+            if above == os.getpid():
+                return True
+            above = _parent(above)
         mark = f"TMPDIR={self.folder}".encode()
         return any(v == mark or v.startswith(mark + b"/") for v in _read(f"/proc/{pid}/environ").split(b"\0"))
+
+
+def _remove_folders_of_killed_sessions(place: Path) -> None:
+    for folder in place.glob("rx*-*"):
+        pid = folder.name[2:].partition("-")[0]
+        if pid.isdigit() and int(pid) not in _pids():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _names(folder: Path) -> set[str]:

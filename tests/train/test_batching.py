@@ -52,7 +52,9 @@ def test_no_micro_batch_exceeds_its_cap_and_every_sample_is_in_one(
         parts = [
             build_micro_batch(batch, indices, Split(**{**vars(split), "cp_rank": r})) for r in range(split.cp_size)
         ]
-        for part in parts:
+        for r, part in enumerate(parts):
+            held = zigzag_positions(part.cu_seqlens, split.cp_size, r)
+            np.testing.assert_array_equal(part.documents, np.searchsorted(part.cu_seqlens, held, side="right") - 1)
             assert len(part.tokens) <= cap  # padding included, on every GPU
             assert len(part.tokens) == len(parts[0].tokens)
             assert len(part.tokens) % split.sequence_size == 0

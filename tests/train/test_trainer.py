@@ -31,6 +31,27 @@ EVERYTHING: dict[str, Any] = {
     },
     "batch": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 48, "num_steps_per_rollout": 2},
 }
+GSPO: dict[str, Any] = {
+    "algorithm": {
+        "advantage_estimator": "gspo",
+        "eps_clip": 0.004,
+        "eps_clip_high": 0.005,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.2,
+        "kl_coef": 0.2,
+    },
+    "batch": EVERYTHING["batch"],
+}
+CISPO: dict[str, Any] = {
+    "algorithm": {
+        **EVERYTHING["algorithm"],
+        "advantage_estimator": "reinforce_plus_plus",
+        "loss_type": "cispo",
+        "normalize_advantages": False,
+    },
+    "batch": EVERYTHING["batch"],
+}
+FLAGS = {"plain": PLAIN, "everything": EVERYTHING, "experts": EVERYTHING, "gspo": GSPO, "cispo": CISPO}
 RunRanks = Callable[..., list[Any]]
 
 
@@ -113,15 +134,33 @@ class Oracle:
         log_p = logits.log_softmax(-1)
         return log_p.gather(1, tokens[-r:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
-    def advantages(self, batch: TrainBatch, kl: list[float]) -> list[float]:
+    def advantages(self, batch: TrainBatch, kl: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Per response token, from its masked divergence from the reference."""
         a = self.settings.algorithm
-        rewards = torch.tensor(batch.rewards, dtype=torch.float64) - a.kl_coef * torch.tensor(kl)
+        rewards = torch.tensor(batch.rewards, dtype=torch.float64)
+        if a.advantage_estimator == "reinforce_plus_plus":
+            rows = [r - a.kl_coef * k.flip(0).cumsum(0).flip(0) for r, k in zip(rewards, kl, strict=True)]
+            tokens = torch.cat([row[torch.from_numpy(m) > 0] for row, m in zip(rows, batch.loss_masks, strict=True)])
+            return [(row - tokens.mean()) / (tokens.std(unbiased=False) + 1e-6) for row in rows]
+        rewards = rewards - a.kl_coef * torch.tensor([k.sum().item() for k in kl])
         groups = rewards.view(-1, 4)
         result = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
         if a.normalize_advantages:
             tokens = torch.cat([x.expand(int(m.sum())) for x, m in zip(result, batch.loss_masks, strict=True)])
             result = (result - tokens.mean()) / (tokens.std(unbiased=False) + 1e-6)
-        return result.tolist()
+        return [x.expand(len(k)) for x, k in zip(result, kl, strict=True)]
+
+    def objective(self, lp: torch.Tensor, old: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor) -> Any:
+        """What each token adds, and which are clipped; of GSPO the objective of the response itself, equation 5."""
+        a = self.settings.algorithm
+        low, high = 1 - a.eps_clip, 1 + (a.eps_clip_high or a.eps_clip)
+        ratio = (lp - old).exp()
+        if a.advantage_estimator == "gspo":
+            ratio = (((lp - old) * mask).sum() / mask.sum()).exp().expand(len(mask))
+        if a.loss_type == "cispo":
+            return ratio.detach().clamp(low, high) * adv * lp, (ratio < low) | (ratio > high)
+        clipped = ((ratio > high) & (adv > 0)) | ((ratio < low) & (adv < 0))
+        return torch.minimum(ratio * adv, ratio.clamp(low, high) * adv), clipped
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         n, a = len(batch), self.settings.algorithm
@@ -129,7 +168,7 @@ class Oracle:
         with torch.no_grad():
             old = [self.sample(batch, i)[0] for i in range(n)]
             ref = [self.sample(batch, i, self.ref)[0] for i in range(n)]
-        kl = [((o - f) * m).sum().item() for o, f, m in zip(old, ref, masks, strict=True)]
+        kl = [((o - f) * m).double() for o, f, m in zip(old, ref, masks, strict=True)]
         advantages = self.advantages(batch, kl)
         steps = self.settings.batch.num_steps_per_rollout or 1
         sums = {"loss": 0.0, "grad_norm": 0.0, "kl_ref": 0.0, "clip_fraction": 0.0}
@@ -142,9 +181,7 @@ class Oracle:
                 if not masks[i].any():
                     continue
                 lp, entropy = self.sample(batch, i)
-                ratio, adv = (lp - old[i]).exp(), advantages[i]
-                high = 1 + (a.eps_clip_high or a.eps_clip)
-                objective = torch.minimum(ratio * adv, ratio.clamp(1 - a.eps_clip, high) * adv)
+                objective, clipped = self.objective(lp, old[i], advantages[i], masks[i])
                 if a.use_tis:
                     rollout = torch.from_numpy(batch.rollout_log_probs[i])
                     objective = objective * (old[i] - rollout).exp().clamp(max=a.tis_clip)
@@ -154,7 +191,6 @@ class Oracle:
                 scale = tokens if a.calculate_per_token_loss else masks[i].sum() * trained
                 loss = (per_token * masks[i]).sum() / scale
                 loss.backward()
-                clipped = ((ratio > high) & (adv > 0)) | ((ratio < 1 - a.eps_clip) & (adv < 0))
                 sums["loss"] += loss.item() / steps
                 sums["kl_ref"] += (k3 * masks[i]).sum().item() / tokens.item() / steps
                 sums["clip_fraction"] += (clipped * masks[i]).sum().item() / tokens.item() / steps
@@ -166,14 +202,13 @@ class Oracle:
 
 @pytest.fixture(scope="session")
 def oracle(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[s.TrainSettings, Trace]]:
-    """Settings and the trace that they must give, made once each: ``plain``, ``everything``, and with ``experts``."""
+    """Settings and the trace that they must give, made once for each of :data:`FLAGS`."""
     made: dict[str, tuple[s.TrainSettings, Trace]] = {}
 
     def get(kind: str) -> tuple[s.TrainSettings, Trace]:
         if kind not in made:
             models = reference("qwen3_moe" if kind == "experts" else "qwen3")
-            flags, ref = (PLAIN, None) if kind == "plain" else (EVERYTHING, str(models.after))
-            settings = make_settings(str(models.folder), ref, flags)
+            settings = make_settings(str(models.folder), None if kind == "plain" else str(models.after), FLAGS[kind])
             truth = Oracle(settings)
             with torch.no_grad():
                 log_probs = [truth.sample(make_batch(0), i)[0].numpy() for i in range(8)]
@@ -217,6 +252,8 @@ WITH_EXPERTS = ["one rank", "EP2", "TP2+SP x EP2", "PP2 x EP2"]
         *(("plain", layout) for layout in ("one rank", "DP2", "PP2")),
         *(("everything", layout) for layout in WITHOUT_EXPERTS),
         *(("experts", layout) for layout in WITH_EXPERTS),
+        *(("gspo", layout) for layout in ("one rank", "CP2", "CP2 x DP2", "TP2+SP x PP2")),
+        *(("cispo", layout) for layout in ("one rank", "CP2 x DP2")),
     ],
 )
 def test_log_probs_losses_and_weights_equal_the_oracle(

@@ -290,6 +290,33 @@ def test_the_weights_have_moved(oracle: Callable[[str], tuple[s.TrainSettings, T
         assert min(moved) > 1e-4
 
 
+OWN_RLOO = """
+import numpy as np
+
+def rloo(inputs):
+    found = []
+    for i, mask in zip(inputs.own, inputs.masks):
+        others = inputs.rewards[(inputs.group_ids == inputs.group_ids[i]) & (np.arange(len(inputs.rewards)) != i)]
+        found.append(np.full(len(mask), inputs.rewards[i] - others.mean()))
+    return found
+"""
+
+
+def test_a_function_of_the_user_trains_as_the_same_one_of_the_table(
+    reference: Any, run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    (tmp_path / "own_rloo.py").write_text(OWN_RLOO)
+    folder = str(reference("qwen3").folder)
+    traces = []
+    for name in ("rloo", f"{tmp_path}/own_rloo.py:rloo", "grpo"):
+        settings = make_settings(folder, None, {"algorithm": {"advantage_estimator": name}, "batch": {}})
+        traces.append(run_ranks(run_trainer, 2, settings))
+    for table, own, other in zip(*traces, strict=True):
+        for weight, tensor in table.weights.items():
+            torch.testing.assert_close(own.weights[weight], tensor, rtol=0, atol=1e-6)
+        assert max((other.weights[n] - t).abs().max().item() for n, t in table.weights.items()) > 1e-5
+
+
 def _straight(settings: s.TrainSettings) -> dict[str, torch.Tensor]:
     from relax_train.trainer import Trainer
 

@@ -88,6 +88,16 @@ async def test_engine_paused_by_someone_else_is_no_error(
     assert all(tuple(r.input_ids) in prompts for r in engine.requests)
 
 
+async def test_a_loop_without_engines_says_so_and_works_once_it_has_one(
+    make_engine: Make, make_source: Make, length_reward: Any, tokenizer: Any
+) -> None:
+    loop = RolloutLoop(SETTINGS, engines=(), source=make_source(), reward=length_reward, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="a rollout needs at least one engine"):
+        await loop.generate(0, 0)
+    loop.engines = [make_engine()]
+    assert [g.prompt.prompt_id for g in (await loop.generate(0, 0)).groups] == [0, 1, 2, 3]
+
+
 async def test_a_source_that_raises_loses_no_buffered_prompt(
     make_engine: Make, make_source: Make, length_reward: Any, tokenizer: Any
 ) -> None:

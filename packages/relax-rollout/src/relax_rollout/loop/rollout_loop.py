@@ -151,10 +151,10 @@ class RolloutLoop:
         """
         assert not self._busy, "one rollout of a loop at a time"
         self.settle()
-        self._busy = True
         timer = PhaseTimer()
         router = EngineRouter(self.engines, self._concurrency, timer)
         rollout = self._start(rollout_id, version, router, timer)
+        self._busy = True
         try:
             self._restart_stale(rollout)
             groups = self._checked(rollout, await self._collected(rollout))

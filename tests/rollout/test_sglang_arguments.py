@@ -13,6 +13,8 @@ def test_a_known_argument_is_parsed_by_its_type() -> None:
     assert arguments.lookup("max_running_requests").parse(["64"]) == 64
     assert arguments.lookup("schedule-conservativeness").parse(["0.5"]) == 0.5
     assert arguments.lookup("disable-radix-cache").parse([]) is True
+    assert arguments.lookup("log-level").parse(["INFO"]) == "INFO"
+    assert arguments.lookup("extra-metric-labels").parse(['{"a": "b"}']) == '{"a": "b"}'
     assert arguments.lookup("cuda-graph-bs-decode").parse(["1", "2"]) == [1, 2]
 
 
@@ -25,7 +27,7 @@ def test_a_known_argument_is_parsed_by_its_type() -> None:
         ("disable-radix-cache", ["true"], "--sglang-disable-radix-cache takes no value"),
         ("attention-backend", ["tritn"], "must be one of triton"),
         ("log-level", ["nope"], "--sglang-log-level is nope; it must be one of debug, info, warning, error, critical"),
-        ("log-level-http", ["INFO"], "must be one of trace, debug"),
+        ("log-level-http", ["verbose"], "must be one of trace, debug"),
         ("preferred-sampling-params", ["{"], "--sglang-preferred-sampling-params takes JSON"),
     ],
 )

@@ -75,8 +75,8 @@ OWNED: Mapping[str, str] = MappingProxyType(
 
 
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-_CHOICES = {"log-level": _LOG_LEVELS, "log-level-http": ("trace", *_LOG_LEVELS)}
-"""Values that the server takes, and its parser does not know: a wrong one ends it once it has started."""
+_WORDS = {"log-level": _LOG_LEVELS, "log-level-http": ("trace", *_LOG_LEVELS)}
+"""Values, in small or capital letters, that the server takes and its parser does not know: a wrong one ends it late."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +143,9 @@ class ServerArgument:
             value = _CONVERTERS[self.kind](word)
         except (ValueError, RecursionError):
             raise ValueError(f"{self.flag} takes {_KINDS[self.kind]}, not {word!r}") from None
-        if self.choices and value not in self.choices:
-            raise ValueError(f"{self.flag} is {word}; it must be one of {', '.join(map(str, self.choices))}")
+        words = _WORDS.get(self.name, ())
+        if (self.choices and value not in self.choices) or (words and word.lower() not in words):
+            raise ValueError(f"{self.flag} is {word}; it must be one of {', '.join(map(str, self.choices or words))}")
         return value
 
 
@@ -175,7 +176,7 @@ def server_arguments() -> Mapping[str, ServerArgument]:
                 name,
                 row.get("kind", "str"),
                 row.get("many", False),
-                tuple(row.get("choices", _CHOICES.get(name, ()))),
+                tuple(row.get("choices", ())),
                 row.get("alias_of"),
             )
             for name, row in table.items()

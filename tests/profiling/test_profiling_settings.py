@@ -1,11 +1,15 @@
 """The profiling flags: names, defaults and every refusal."""
 
 import dataclasses
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from relax_profiling import settings as module
+from relax_profiling.recorders.memory import RECORDERS
+from relax_profiling.recorders.trace_files import RankTag
+from relax_profiling.recorders.training import build_observer
 from relax_profiling.settings import SETTINGS, MemoryProfileSettings, SGLangProfileSettings, TrainProfileSettings
 
 
@@ -94,9 +98,51 @@ def test_all_problems_are_reported_together() -> None:
 
 
 def test_a_missing_memray_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "has_memray", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = MemoryProfileSettings(record_memory_history=True, memory_recorder="memray").problems()
     assert found == ["--memory-recorder memray needs the package memray: pip install memray"]
+
+
+def test_an_unknown_recorder_is_refused_with_the_names_of_the_table() -> None:
+    found = MemoryProfileSettings(record_memory_history=True, memory_recorder="valgrind").problems()
+    assert found == ["--memory-recorder 'valgrind': choose one of torch, memray"]
+
+
+def test_a_new_memory_recorder_is_one_class_and_one_line_in_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    class Counting:
+        def __init__(self, directory: Path, tag: RankTag, suffix: str) -> None:
+            told.append(f"{directory.name} {tag} {suffix}")
+
+        @staticmethod
+        def missing() -> str | None:
+            return None
+
+        def start(self) -> None:
+            told.append("start")
+
+        def dump(self) -> Path | None:
+            told.append("dump")
+            return None
+
+        def close(self) -> None:
+            told.append("close")
+
+    monkeypatch.setitem(RECORDERS, "counting", Counting)
+    observer = build_observer(
+        TrainProfileSettings(),
+        MemoryProfileSettings(record_memory_history=True, memory_recorder="counting", memory_snapshot_num_steps=1),
+        trace_dir=tmp_path,
+        rank=3,
+    )
+    observer.before_model()
+    with observer.phase("train_overall", 0):
+        pass
+    observer.close()
+    assert told == ["memory_snapshot rank3_dp0_tp0_pp0 snapshot.pickle", "start", "dump", "close"]
 
 
 def test_the_package_imports_neither_torch_nor_anything_of_ours() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_profiling.recorders.memory import MemrayRecorder, TorchRecorder
+from relax_profiling.recorders.memory_memray import MemrayRecorder
+from relax_profiling.recorders.memory_torch import TorchRecorder
 from relax_profiling.recorders.session import TorchSession
 from relax_profiling.recorders.trace_files import RankTag
 from relax_profiling.recorders.training import TrainingObserver, build_observer

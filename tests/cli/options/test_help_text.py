@@ -3,6 +3,7 @@
 import pytest
 from relax_cli.config.options import namespace, settings_classes
 from relax_cli.main import train_help
+from relax_profiling.recorders.memory import RECORDERS
 
 # All flags of the specification of `relax train`, by topic.
 FLAG_WORDS = """
@@ -110,6 +111,7 @@ def test_help_shows_defaults_choices_and_the_pass_through(monkeypatch: pytest.Mo
     assert "--colocate, --no-colocate" in text
     assert "(1 or more; default: 8)" in text
     assert "{k1,k2,k3,low_var_kl}" in text
+    assert f"--memory-recorder {{{','.join(RECORDERS)}}}" in text, "the choices are the keys of the table"
     assert "--sglang-<name>" in text
     assert "--sglang-extra" not in text
     for name in ("reinforce_plus_plus_baseline: ", "cispo: ", "exact-match: "):

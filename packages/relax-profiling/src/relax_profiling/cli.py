@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import relax_profiling
+
 # Only the standard library is imported here: --help answers at once, and each command imports what it needs.
 
 
@@ -99,13 +101,11 @@ def _ended_by_kill() -> Iterator[None]:
 
 def report(arguments: argparse.Namespace) -> int:
     """``report``: 1 when nothing at all could be read."""
-    from relax_profiling.report.build import build_report
-
     if arguments.peak_tflops is not None and not arguments.peak_tflops > 0:
         raise UsageError(f"--peak-tflops {arguments.peak_tflops}: give a number above 0, for instance 989 for an H100")
     if arguments.html is not None:
         _check_is_no_input("--html", arguments.html, arguments.paths)
-    built = build_report(arguments.paths, peak=arguments.peak_tflops)
+    built = relax_profiling.analyze(*arguments.paths, peak_tflops=arguments.peak_tflops)
     if arguments.html is not None:
         from relax_profiling.report.html import to_html
 
@@ -175,11 +175,10 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _memory(arguments: argparse.Namespace) -> int:
-    from relax_profiling.report.build import build_report
     from relax_profiling.report.html import memory_page
 
     _check_is_no_input("--out", arguments.out, [arguments.snapshot])
-    built = build_report([arguments.snapshot])
+    built = relax_profiling.analyze(arguments.snapshot)
     for problem in built.problems:
         print(f"relax-profile: {problem}", file=sys.stderr)
     if not built.memory:

@@ -1,9 +1,10 @@
 """The profiling options: one field is one flag. Needs no torch."""
 
 import dataclasses
-import importlib.util
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
+from relax_profiling.recorders.memory import RECORDERS
 from relax_profiling.recorders.windows import LaunchOffset, RolloutId, StepWindow, window_problem
 
 Activity = Literal["CPU", "GPU", "MEM", "RPD"]
@@ -13,8 +14,8 @@ LONGEST_SUFFIX = 150
 """Bytes of the end of a file name: the whole name may have 255, and time and ranks stand before it."""
 
 
-def _option(default: Any, help: str, metavar: str | None = None) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help, "metavar": metavar})
+def _option(default: Any, help: str, metavar: str | None = None, *, choices: Iterable[str] = ()) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, "metavar": metavar, "choices": tuple(choices)})
 
 
 def _flag(name: str) -> str:
@@ -131,8 +132,8 @@ class MemoryProfileSettings:
     memory_snapshot_dir: str | None = _option(
         None, "Folder for the snapshots; default traces/NAME/memory_snapshot.", "DIR"
     )
-    memory_recorder: Literal["torch", "memray"] = _option(
-        "torch", "torch records GPU memory, memray the memory of the host (one .bin file a process)."
+    memory_recorder: str = _option(
+        "torch", "torch records GPU memory, memray the memory of the host (one .bin file a process).", choices=RECORDERS
     )
 
     def problems(self, given: frozenset[str] = frozenset()) -> list[str]:
@@ -152,14 +153,12 @@ class MemoryProfileSettings:
                 f"--memory-snapshot-path has {len(name.encode(errors='replace'))} bytes: it is the end of a file name, "
                 f"of at most {LONGEST_SUFFIX} bytes"
             )
-        if self.record_memory_history and self.memory_recorder == "memray" and not has_memray():
-            found.append("--memory-recorder memray needs the package memray: pip install memray")
+        recorder = RECORDERS.get(self.memory_recorder)
+        if recorder is None:
+            found.append(f"--memory-recorder {self.memory_recorder!r}: choose one of {', '.join(RECORDERS)}")
+        elif self.record_memory_history and (missing := recorder.missing()) is not None:
+            found.append(f"--memory-recorder {self.memory_recorder} {missing}")
         return found
-
-
-def has_memray() -> bool:
-    """Whether memray is installed (it is not imported)."""
-    return importlib.util.find_spec("memray") is not None
 
 
 SETTINGS: tuple[type, ...] = (SGLangProfileSettings, TrainProfileSettings, MemoryProfileSettings)

@@ -113,10 +113,13 @@ def options_of(cls: type) -> list[Option]:
     for field in dataclasses.fields(cls):
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
         allowed = field.metadata.get("range")
+        kind = kind_of(hints[field.name])
+        # A choice whose values are the keys of a table, which a Literal cannot name.
+        choices = tuple(field.metadata.get("choices", ()))
         found.append(
             Option(
                 field.name,
-                kind_of(hints[field.name]),
+                dataclasses.replace(kind, choices=choices) if choices else kind,
                 default,
                 field.metadata.get("help", ""),
                 field.metadata.get("metavar"),

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from relax_profiling.recorders.memory import MemoryRecorder, build_recorder
+from relax_profiling.recorders.memory import RECORDERS, MemoryRecorder
 from relax_profiling.recorders.session import TorchSession
 from relax_profiling.recorders.trace_files import RankTag, TraceLayout
 from relax_profiling.recorders.windows import LaunchOffset
@@ -64,7 +64,11 @@ def build_observer(
     layout = TraceLayout(Path(trace_dir).expanduser().absolute())
     tag = RankTag(rank, dp, tp, pp)
     session = TorchSession(train_settings, layout.train, tag) if train_settings.use_pytorch_profiler else None
-    recorder = build_recorder(memory_settings, layout.memory, tag)
+    recorder: MemoryRecorder | None = None
+    if memory_settings.record_memory_history:
+        chosen = memory_settings.memory_snapshot_dir
+        folder = Path(chosen).expanduser().absolute() if chosen else layout.memory
+        recorder = RECORDERS[memory_settings.memory_recorder](folder, tag, memory_settings.memory_snapshot_path)
     return TrainingObserver(session, recorder, snapshot_after=memory_settings.memory_snapshot_num_steps)
 
 

@@ -100,7 +100,7 @@ def most_cost(lengths: np.ndarray, cap: int, costs: np.ndarray, bins: int) -> fl
         rows.append(np.where(40 * lengths < e * cap, 0.0, np.where(40 * lengths > (40 - e) * cap, 1.0, share)))
     scale = costs.sum()
     found = linprog(-costs / scale, A_ub=np.array(rows), b_ub=np.full(len(rows), bins), bounds=(0, 1), method="highs")
-    return -float(found.fun) * scale
+    return -float(found.fun) * float(scale)
 
 
 def limits(lengths: np.ndarray, cap: int, ranks: int, costs: np.ndarray) -> tuple[float, float]:

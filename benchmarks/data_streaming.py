@@ -198,7 +198,7 @@ def main() -> None:
             if name not in {"ours", *options.only}:
                 continue
             start = command(name, dict(p.split("=", 1) for p in options.python))
-            found = {"error": "no uv and no --python"} if start is None else {}
+            found: dict[str, Any] = {"error": "no uv and no --python"} if start is None else {}
             found = found or measure(name, folder / f"data.{kind}", options.rows, start or [])
             if "error" in found:
                 print(f"| {name} | {kind} | not measured: {found['error']} | | | | | |", flush=True)

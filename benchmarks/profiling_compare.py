@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from profiling_report import write_trace
 from relax_profiling.analysis.breakdown import device_breakdown
@@ -48,7 +49,7 @@ def ours(folder: Path) -> tuple[dict[str, dict[str, float]], float, float]:
     return ranks, shares_seconds, time.perf_counter() - began
 
 
-def theirs(python: str, folder: Path, exact: bool) -> dict:
+def theirs(python: str, folder: Path, exact: bool) -> Any:
     """HTA in its own environment, in a folder of its own (it writes beside the traces)."""
     environment = {**os.environ, "HTA_DISABLE_NS_ROUNDING": "1" if exact else "0"}
     environment.pop("PYTHONPATH", None)

@@ -8,6 +8,7 @@ apart: it happens after the window.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
@@ -72,7 +73,7 @@ def phases_cost(observer: TrainingObserver, rounds: int = 2000) -> float:
     """Seconds that the three phases of a step take by themselves, outside the window."""
     samples = []
     for offset in range(rounds):
-        samples.append(timed(lambda o=offset: observed(observer, o, lambda: None)))
+        samples.append(timed(functools.partial(observed, observer, offset, lambda: None)))
     return statistics.median(samples)
 
 
@@ -97,7 +98,7 @@ def ours(step: Callable[[], None], steps: int) -> tuple[list[float], float]:
         observer = observer_of(folder, 1, steps + 1)
         observed(observer, 0, step)
         for offset in range(1, steps + 1):
-            samples.append(timed(lambda o=offset: observed(observer, o, step)))
+            samples.append(timed(functools.partial(observed, observer, offset, step)))
         began = time.perf_counter()
         observer.close()
         writing = time.perf_counter() - began

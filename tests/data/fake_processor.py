@@ -3,6 +3,7 @@
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,15 +11,15 @@ import numpy as np
 class Fake:
     """Takes orders as its ``audio``."""
 
-    def __init__(self, marks=None):
+    def __init__(self, marks: str | None = None) -> None:
         self.marks = marks
         self.finished = threading.Semaphore(0)
 
-    def __call__(self, audio=None, return_tensors=None):
+    def __call__(self, audio: Any = None, return_tensors: Any = None) -> Any:
         order = audio[0]
         if order == "die":
             os._exit(7)
-        if order == "die once" and not os.path.exists(self.marks):
+        if order == "die once" and self.marks is not None and not os.path.exists(self.marks):
             Path(self.marks).touch()
             os._exit(7)
         if order == "hang":
@@ -45,10 +46,10 @@ class Fake:
 class LoadFake:
     """Loads one, or fails to."""
 
-    def __init__(self, marks=None, works=True):
+    def __init__(self, marks: str | None = None, works: bool = True) -> None:
         self.marks, self.works = marks, works
 
-    def __call__(self):
+    def __call__(self) -> Any:
         if not self.works:
             raise OSError("no weights")
         return Fake(self.marks)
@@ -57,5 +58,5 @@ class LoadFake:
 class DieLoading:
     """The process dies while it loads."""
 
-    def __call__(self):
+    def __call__(self) -> Any:
         os._exit(9)

@@ -1,6 +1,7 @@
 """Which files --prompt-data means."""
 
 import os
+from pathlib import Path
 
 import pytest
 from relax_data.errors import DataError
@@ -8,7 +9,7 @@ from relax_data.readers.files import SUFFIXES, FileSlice, resolve_files
 from relax_data.readers.open import READERS, open_rows
 
 
-def test_folders_globs_lists_and_slices(tmp_path):
+def test_folders_globs_lists_and_slices(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "sub/c.parquet", "sub/notes.txt", ".hidden/d.jsonl", "sub/_tmp.jsonl"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -31,13 +32,13 @@ def test_folders_globs_lists_and_slices(tmp_path):
     ("start", "stop", "expected"),
     [(None, None, (0, 10)), (2, 5, (2, 5)), (-3, None, (7, 10)), (8, 99, (8, 10)), (5, 2, (5, 5)), (None, -4, (0, 6))],
 )
-def test_slices_mean_what_python_means(start, stop, expected):
+def test_slices_mean_what_python_means(start: int | None, stop: int | None, expected: tuple[int, int]) -> None:
     bounds = FileSlice("x", start, stop).bounds(10)
     assert bounds == expected
     assert list(range(*bounds)) == list(range(10))[start:stop]
 
 
-def test_bad_names_say_what_to_do(tmp_path):
+def test_bad_names_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}\n")
     (tmp_path / "other.jsonl").write_text("{}\n")
     (tmp_path / "empty.jsonl").touch()
@@ -83,7 +84,7 @@ def test_bad_names_say_what_to_do(tmp_path):
         resolve_files([])
 
 
-def test_the_table_of_readers_says_which_files_are_data(tmp_path, monkeypatch):
+def test_the_table_of_readers_says_which_files_are_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuple(READERS) == SUFFIXES
     opened = []
     for suffix in READERS:
@@ -93,6 +94,6 @@ def test_the_table_of_readers_says_which_files_are_data(tmp_path, monkeypatch):
     assert opened == list(SUFFIXES)
 
 
-def test_a_file_that_no_reader_knows_is_refused_with_the_known_ends():
+def test_a_file_that_no_reader_knows_is_refused_with_the_known_ends() -> None:
     with pytest.raises(DataError, match=r"rows\.csv: unknown kind of file; known are \.jsonl, "):
         open_rows("rows.csv")

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from relax_data.errors import DataError
@@ -9,19 +11,21 @@ from relax_data.prompts.streaming import StreamingDataset
 from relax_data.readers.open import open_rows
 
 
-def test_without_the_library_the_error_says_what_to_install(monkeypatch):
+def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"needs the library datasets: pip install 'relax-data\[hf\]'"):
         open_rows("hf://owner/name")
 
 
-def test_unknown_options_are_refused():
+def test_unknown_options_are_refused() -> None:
     with pytest.raises(DataError, match="unknown option 'splt=train'"):
         open_rows("hf://owner/name?splt=train")
 
 
 @pytest.mark.slow
-def test_a_dataset_of_the_real_library_streams_with_exact_resume(write_jsonl, tmp_path, monkeypatch):
+def test_a_dataset_of_the_real_library_streams_with_exact_resume(
+    write_jsonl: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf-cache")

@@ -4,6 +4,8 @@ import copy
 import json
 import random
 from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given
@@ -12,17 +14,18 @@ from hypothesis import strategies as st
 from relax_data.errors import DataError
 from relax_data.prompts.ledger import LedgerError, PromptLedger, PromptState
 from relax_data.prompts.open import open_prompts
+from relax_data.prompts.source import PromptSource
 from relax_data.settings import DataSettings
 from relax_data.types import Prompt, SampleGroup, SampleStatus
 
 
-def groups(*prompt_ids, scored=True):
+def groups(*prompt_ids: int, scored: bool = True) -> list[SampleGroup]:
     """Groups of one sample, whole and scored unless told otherwise."""
     made = [SampleGroup.start(Prompt(i, 0, f"f.jsonl:{i + 1}", f"p{i}", [i]), 1) for i in prompt_ids]
     return [finish(g) for g in made] if scored else made
 
 
-def finish(group):
+def finish(group: SampleGroup) -> SampleGroup:
     for sample in group.samples:
         if not sample.status.finished:
             sample.append([7, 1], [-0.5, -0.25], 3)
@@ -30,18 +33,18 @@ def finish(group):
     return group
 
 
-def ids(view):
+def ids(view: Iterable[SampleGroup]) -> list[int]:
     return [g.prompt.prompt_id for g in view]
 
 
-def copied(ledger):
+def copied(ledger: PromptLedger) -> PromptLedger:
     """The ledger after a checkpoint and a resume."""
     again = PromptLedger()
     again.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
     return again
 
 
-def test_the_life_of_prompts():
+def test_the_life_of_prompts() -> None:
     ledger = PromptLedger()
     ledger.hand_out(groups(0, 1, 2, 3, 4))
     ledger.interrupt([1])
@@ -75,7 +78,7 @@ def test_the_life_of_prompts():
         ledger.check(6)
 
 
-def test_wrong_moves_are_refused_and_change_nothing():
+def test_wrong_moves_are_refused_and_change_nothing() -> None:
     ledger = PromptLedger()
     ledger.hand_out(groups(0, 1, 2))
     ledger.hand_out(groups(3, scored=False))
@@ -107,7 +110,7 @@ def test_wrong_moves_are_refused_and_change_nothing():
         ledger.drop([2], "")
 
 
-def test_closed_prompts_take_no_memory():
+def test_closed_prompts_take_no_memory() -> None:
     ledger = PromptLedger()
     for i in range(0, 5000, 5):
         ledger.hand_out(groups(*range(i, i + 5)))
@@ -116,7 +119,7 @@ def test_closed_prompts_take_no_memory():
     assert len(json.dumps(ledger.state_dict())) < 150
 
 
-def test_a_resumed_ledger_has_every_open_group_at_rest():
+def test_a_resumed_ledger_has_every_open_group_at_rest() -> None:
     ledger = PromptLedger()
     ledger.hand_out(groups(0, 1, 2))
     ledger.hand_out(groups(3, 4, scored=False))
@@ -133,7 +136,7 @@ def test_a_resumed_ledger_has_every_open_group_at_rest():
     assert ids(ledger.groups()) == [0, 1, 2, 3, 4], "the two share nothing"
 
 
-def change(number, **fields):
+def change(number: int, **fields: Any) -> Callable[[Any], None]:
     return lambda opened: opened[number].update(fields)
 
 
@@ -151,7 +154,9 @@ def change(number, **fields):
         (lambda opened: opened[0].pop("samples"), "KeyError"),
     ],
 )
-def test_a_damaged_state_is_refused_with_its_prompts_and_changes_nothing(damage, message):
+def test_a_damaged_state_is_refused_with_its_prompts_and_changes_nothing(
+    damage: Callable[[Any], Any], message: str
+) -> None:
     ledger = PromptLedger()
     ledger.hand_out(groups(0, 1, 2))
     ledger.hand_out(groups(3, scored=False))
@@ -177,25 +182,26 @@ class Run:
 
     BATCH, EXTRA = 4, 2
 
-    def __init__(self, open_source, seed, kills):
+    def __init__(self, open_source: Callable[[], PromptSource], seed: int, kills: list[int]) -> None:
         self.open_source, self.kills = open_source, set(kills)
         self.rng = random.Random(seed)
         self.operations = 0
-        self.disk = None
+        self.disk: str | None = None
+        self.model: list[list[int]] = []
 
-    def step(self):
+    def step(self) -> None:
         self.operations += 1
         if self.operations in self.kills:
             raise Killed
 
-    def start(self):
+    def start(self) -> None:
         self.source, self.ledger, self.model = self.open_source(), PromptLedger(), []
         if self.disk is not None:
             cursor, ledger, self.model = json.loads(self.disk)
             self.source.load_state_dict(cursor)
             self.ledger.load_state_dict(ledger)
 
-    def rollout(self):
+    def rollout(self) -> list[int]:
         """Goes on with what was interrupted, then new prompts; ends with a batch, and the surplus at rest."""
         running = ids(self.ledger.waiting)
         self.ledger.take_back(running)
@@ -221,7 +227,7 @@ class Run:
         self.ledger.assign(batch)
         return batch
 
-    def train(self, batch):
+    def train(self, batch: list[int]) -> None:
         self.step()
         if self.rng.random() < 0.1:  # an emergency checkpoint before the step: the batch is trained after a resume
             self.save()
@@ -232,13 +238,13 @@ class Run:
             self.save()
         self.step()
 
-    def save(self):
+    def save(self) -> None:
         saved = json.dumps([self.source.state_dict(), self.ledger.state_dict(), self.model])
         self.step()
         # The commit of a checkpoint is one rename; before it the old one counts.
         self.disk = saved
 
-    def to_the_end(self):
+    def to_the_end(self) -> None:
         while True:
             try:
                 self.start()
@@ -256,7 +262,9 @@ class Run:
     kills=st.lists(st.integers(1, 300), max_size=6),
     streaming=st.booleans(),
 )
-def test_killed_anywhere_every_prompt_is_trained_once_or_dropped(write_jsonl, tokenizer, n, seed, kills, streaming):
+def test_killed_anywhere_every_prompt_is_trained_once_or_dropped(
+    write_jsonl: Callable[..., str], tokenizer: Any, n: int, seed: int, kills: list[int], streaming: bool
+) -> None:
     path = write_jsonl([{"input": f"q{i}", "id": i} for i in range(n)])
     options = DataSettings(prompt_data=(path,), rollout_shuffle=True, use_streaming_dataset=streaming)
     run = Run(lambda: open_prompts(options, tokenizer, num_epoch=2), seed, kills)
@@ -269,11 +277,11 @@ def test_killed_anywhere_every_prompt_is_trained_once_or_dropped(write_jsonl, to
     assert len(trained) + run.ledger.dropped.total() == 2 * n
 
 
-def test_killed_at_every_single_point(write_jsonl, tokenizer):
+def test_killed_at_every_single_point(write_jsonl: Callable[..., str], tokenizer: Any) -> None:
     path = write_jsonl([{"input": f"q{i}"} for i in range(11)])
     options = DataSettings(prompt_data=(path,), rollout_shuffle=True)
 
-    def finished(kills):
+    def finished(kills: list[int]) -> int:
         run = Run(lambda: open_prompts(options, tokenizer, num_epoch=1), 5, kills)
         run.to_the_end()
         run.ledger.check(11)

@@ -1,21 +1,23 @@
 """The processor pool: a real vision processor, real JPEG files, both kinds of workers."""
 
+import concurrent.futures
 import gc
 import importlib
 import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from relax_data.errors import DataError
-from relax_data.multimodal.processor import ProcessorCrashed, ProcessorPool, load_processor
+from relax_data.multimodal.processor import Features, ProcessorCrashed, ProcessorPool, _Threads, load_processor
 from relax_data.types import Prompt
 
 
 @pytest.fixture(scope="module")
-def processor_folder(tmp_path_factory):
+def processor_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A CLIP processor, built offline: image processor, and a tokenizer of characters."""
     folder = tmp_path_factory.mktemp("clip")
     from transformers import CLIPImageProcessor, CLIPProcessor, CLIPTokenizer
@@ -32,7 +34,7 @@ def processor_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> list[Prompt]:
     """Ten prompts, each with a JPEG file or its bytes, of different sizes."""
     from PIL import Image
 
@@ -48,7 +50,7 @@ def prompts(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_threads_and_processes_give_the_same_bits(processor_folder, prompts):
+def test_threads_and_processes_give_the_same_bits(processor_folder: str, prompts: list[Prompt]) -> None:
     with ProcessorPool(processor_folder, threads=2) as threads, ProcessorPool(processor_folder, size=2) as processes:
         for a, b in zip(threads.process(prompts), processes.process(prompts), strict=True):
             assert a.keys() == b.keys() >= {"pixel_values", "input_ids"}
@@ -66,19 +68,19 @@ def test_threads_and_processes_give_the_same_bits(processor_folder, prompts):
 
 
 @pytest.fixture
-def fake(monkeypatch):
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module with processors that take orders, importable in spawned processes too."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     return importlib.import_module("fake_processor")
 
 
-def order(pool, what, name="s"):
+def order(pool: ProcessorPool, what: str, name: str = "s") -> "concurrent.futures.Future[Features]":
     return pool.submit(name, "", {"audio": [what]})
 
 
 @pytest.mark.slow
-def test_shared_memory_has_no_name_and_goes_with_the_result(fake):
-    def mapped():
+def test_shared_memory_has_no_name_and_goes_with_the_result(fake: Any) -> None:
+    def mapped() -> list[str]:
         """What of shared memory this process has mapped: anonymous results, and named segments of Python."""
         lines = Path("/proc/self/maps").read_text().splitlines()
         return [line for line in lines if "/memfd:features" in line or "/dev/shm/psm_" in line]
@@ -97,7 +99,7 @@ def test_shared_memory_has_no_name_and_goes_with_the_result(fake):
 
 
 @pytest.mark.slow
-def test_a_crashed_process_is_restarted_once_then_the_sample_is_named(fake, tmp_path):
+def test_a_crashed_process_is_restarted_once_then_the_sample_is_named(fake: Any, tmp_path: Path) -> None:
     with ProcessorPool(fake.LoadFake(str(tmp_path / "died")), size=1) as pool:
         before = order(pool, "ok").result(60)["pid"][0]
         after = order(pool, "die once").result(60)
@@ -112,7 +114,7 @@ def test_a_crashed_process_is_restarted_once_then_the_sample_is_named(fake, tmp_
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_is_ended_and_named(fake):
+def test_a_process_that_hangs_is_ended_and_named(fake: Any) -> None:
     with ProcessorPool(fake.LoadFake(), size=1) as pool:
         patience, pool._workers._timeout = pool._workers._timeout, 1.0
         hanging = order(pool, "hang", "f.jsonl:5")
@@ -123,7 +125,7 @@ def test_a_process_that_hangs_is_ended_and_named(fake):
 
 
 @pytest.mark.slow
-def test_a_processor_that_cannot_be_loaded_is_an_error_at_the_start(fake, tmp_path):
+def test_a_processor_that_cannot_be_loaded_is_an_error_at_the_start(fake: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the processor cannot be loaded: OSError: no weights"):
         ProcessorPool(fake.LoadFake(works=False), size=2)
     with pytest.raises(DataError, match="died while loading the processor: exit code 9"):
@@ -132,9 +134,10 @@ def test_a_processor_that_cannot_be_loaded_is_an_error_at_the_start(fake, tmp_pa
         load_processor(str(tmp_path))
 
 
-def test_submit_waits_while_too_many_are_pending(fake):
+def test_submit_waits_while_too_many_are_pending(fake: Any) -> None:
     with ProcessorPool(fake.LoadFake(), threads=1, max_pending=2) as pool:
         release = threading.Event()
+        assert isinstance(pool._workers, _Threads)
         pool._workers._processor = lambda **_: release.wait(60) and {"a": np.zeros(1)}
         first, second = order(pool, "x"), order(pool, "x")
         waiting = threading.Thread(target=lambda: order(pool, "x"))
@@ -149,7 +152,7 @@ def test_submit_waits_while_too_many_are_pending(fake):
         order(pool, "x")
 
 
-def test_results_keep_the_order_of_the_prompts(fake):
+def test_results_keep_the_order_of_the_prompts(fake: Any) -> None:
     with ProcessorPool(fake.LoadFake(), threads=4) as pool:
         names = ["after the next" if i % 3 == 0 else f"n{i}" for i in range(12)]
         asked = (Prompt(i, 0, "f", "", [], multimodal={"audio": [n]}) for i, n in enumerate(names))
@@ -157,7 +160,7 @@ def test_results_keep_the_order_of_the_prompts(fake):
 
 
 @pytest.mark.parametrize("size", [0, 1])
-def test_what_no_processor_should_do_is_an_error_that_names_the_sample(fake, size):
+def test_what_no_processor_should_do_is_an_error_that_names_the_sample(fake: Any, size: int) -> None:
     orders = ("objects", "records", "ragged", "list", "exit")
     with ProcessorPool(fake.LoadFake(), size=size) as pool:
         for order in orders:
@@ -166,13 +169,13 @@ def test_what_no_processor_should_do_is_an_error_that_names_the_sample(fake, siz
         assert pool.submit("after", "", {"audio": ["fine"]}).result(60)["order"].tolist() == list("fine")
 
 
-def test_a_sample_that_waits_for_room_while_the_pool_closes_is_refused(fake):
+def test_a_sample_that_waits_for_room_while_the_pool_closes_is_refused(fake: Any) -> None:
     """It would lie behind the end marks of the workers, and whoever waits for it would wait for ever."""
     pool = ProcessorPool(fake.LoadFake(), size=1, max_pending=1)
     pool._room.acquire()
     refused = []
 
-    def submit():
+    def submit() -> None:
         try:
             pool.submit("late", "", {"audio": ["fine"]})
         except RuntimeError as error:

@@ -1,9 +1,13 @@
 """One contract, two planes."""
 
+import functools
 import itertools
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,23 +24,23 @@ SECONDS = 60
 class Running:
     """The TransferQueue of this file: started for the first test that needs it, and after one that has broken it."""
 
-    def __init__(self):
-        self.first = None
+    def __init__(self) -> None:
+        self.first: Any = None
 
-    def start(self):
+    def start(self) -> Callable[..., DataPlane]:
         from relax_data.plane.transferqueue import TransferQueuePlane
 
         self.first = self.first or TransferQueuePlane("first", units=2)
         return TransferQueuePlane
 
-    def stop(self):
+    def stop(self) -> None:
         if self.first is not None:
             self.first.shutdown()
         self.first = None
 
 
 @pytest.fixture(scope="module")
-def running(ray_cluster):
+def running(ray_cluster: None) -> Iterator[Running]:
     os.environ["TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT"] = "6"
     running = Running()
     yield running
@@ -44,23 +48,24 @@ def running(ray_cluster):
 
 
 @pytest.fixture
-def transfer_queue(running):
+def transfer_queue(running: Running) -> Callable[..., DataPlane]:
     return running.start()
 
 
 @pytest.fixture(params=["local", pytest.param("transferqueue", marks=[pytest.mark.ray, pytest.mark.slow])])
-def plane(request) -> DataPlane:
+def plane(request: pytest.FixtureRequest) -> DataPlane:
     if request.param == "local":
         return LocalPlane()
-    return request.getfixturevalue("transfer_queue")(f"plane{next(_names)}")
+    made: DataPlane = request.getfixturevalue("transfer_queue")(f"plane{next(_names)}")
+    return made
 
 
-def arrays(*lengths):
+def arrays(*lengths: int) -> list[np.ndarray]:
     return [np.arange(n, dtype=np.int64) for n in lengths]
 
 
-def test_values_come_back_as_they_were(plane):
-    columns = {
+def test_values_come_back_as_they_were(plane: DataPlane) -> None:
+    columns: dict[str, list[Any]] = {
         "tokens": [np.array([1, 2, 3]), np.array([], dtype=np.int64), np.array([7])],
         "log_probs": [np.array([[0.5, -1.5]], dtype=np.float32), np.zeros((0, 2), np.float32), np.ones(3, np.float16)],
         "mask": [np.array([True]), np.array([False, True]), np.array([], dtype=bool)],
@@ -82,7 +87,7 @@ def test_values_come_back_as_they_were(plane):
                 assert got == expected
 
 
-def test_rows_are_ready_when_all_their_columns_are(plane):
+def test_rows_are_ready_when_all_their_columns_are(plane: DataPlane) -> None:
     ids = plane.put({"tokens": arrays(1, 2, 3)})
     with pytest.raises(TimeoutError, match=r"'train' waited 0 s for 1 rows with columns tokens, ref: 0 are ready, 3 "):
         plane.take("train", ["tokens", "ref"], 1, timeout=0.2)
@@ -94,7 +99,7 @@ def test_rows_are_ready_when_all_their_columns_are(plane):
     assert plane.take("ref", ["tokens"], 3, timeout=SECONDS).ids == ids
 
 
-def test_each_row_once_for_each_consumer_and_oldest_first(plane):
+def test_each_row_once_for_each_consumer_and_oldest_first(plane: DataPlane) -> None:
     ids = [plane.put({"x": [i]})[0] for i in range(5)]
     assert plane.take("a", ["x"], 2, timeout=SECONDS).columns["x"] == [0, 1]
     assert plane.take("a", ["x"], 3, timeout=SECONDS).columns["x"] == [2, 3, 4]
@@ -103,7 +108,7 @@ def test_each_row_once_for_each_consumer_and_oldest_first(plane):
         plane.take("a", ["x"], 1, timeout=0.2)
 
 
-def looked_in_vain(plane, monkeypatch):
+def looked_in_vain(plane: Any, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """An event that is set when a consumer has found too few rows and waits for more."""
     waits = threading.Event()
 
@@ -113,7 +118,7 @@ def looked_in_vain(plane, monkeypatch):
         return waits
     fetch = plane._fetch
 
-    def fetch_and_tell(*arguments):
+    def fetch_and_tell(*arguments: Any) -> Any:
         if (rows := fetch(*arguments)) is None:
             waits.set()
         return rows
@@ -122,7 +127,7 @@ def looked_in_vain(plane, monkeypatch):
     return waits
 
 
-def test_a_consumer_may_start_first(plane, monkeypatch):
+def test_a_consumer_may_start_first(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     got = []
     waits = looked_in_vain(plane, monkeypatch)
     consumer = threading.Thread(target=lambda: got.append(plane.take("train", ["x"], 2, timeout=SECONDS).columns["x"]))
@@ -134,7 +139,7 @@ def test_a_consumer_may_start_first(plane, monkeypatch):
     assert got == [["a", "b"]]
 
 
-def test_after_close_consumers_take_what_is_left(plane):
+def test_after_close_consumers_take_what_is_left(plane: DataPlane) -> None:
     ids = plane.put({"x": [1, 2, 3]})
     plane.take("train", ["x"], 1, timeout=SECONDS)
     plane.close()
@@ -151,11 +156,11 @@ def test_after_close_consumers_take_what_is_left(plane):
     assert plane.take("late", ["x", "y"], 5, timeout=SECONDS).ids == ids
 
 
-def test_close_wakes_a_waiting_consumer(plane, monkeypatch):
+def test_close_wakes_a_waiting_consumer(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     raised = []
     waits = looked_in_vain(plane, monkeypatch)
 
-    def consume():
+    def consume() -> None:
         try:
             plane.take("train", ["x"], 1, timeout=SECONDS)
         except PlaneClosed as error:
@@ -169,10 +174,10 @@ def test_close_wakes_a_waiting_consumer(plane, monkeypatch):
     assert len(raised) == 1
 
 
-def test_the_death_of_a_producer_reaches_everyone(plane):
+def test_the_death_of_a_producer_reaches_everyone(plane: DataPlane) -> None:
     raised = []
 
-    def consume():
+    def consume() -> None:
         try:
             plane.take("train", ["x"], 4, timeout=SECONDS)
         except PlaneFailed as error:
@@ -190,7 +195,7 @@ def test_the_death_of_a_producer_reaches_everyone(plane):
         plane.put({"x": [1]})
 
 
-def test_cleared_rows_are_gone(plane):
+def test_cleared_rows_are_gone(plane: DataPlane) -> None:
     ids = plane.put({"x": [0, 1, 2, 3]})
     plane.take("a", ["x"], 2, timeout=SECONDS)
     plane.clear(ids[1:3])
@@ -204,7 +209,7 @@ def test_cleared_rows_are_gone(plane):
         plane.take("c", ["y"], 1, timeout=0.2)
 
 
-def test_arguments_that_mean_nothing(plane):
+def test_arguments_that_mean_nothing(plane: DataPlane) -> None:
     for columns in ({}, {"a": [1], "b": [1, 2]}):
         with pytest.raises(ValueError, match="equally long and at least one"):
             plane.put(columns)
@@ -216,13 +221,13 @@ def test_arguments_that_mean_nothing(plane):
             plane.take("x", arguments[0], arguments[1], timeout=arguments[2])
 
 
-def test_writers_readers_and_clears_at_the_same_time(plane):
+def test_writers_readers_and_clears_at_the_same_time(plane: DataPlane) -> None:
     writers, rows_each, batch = 3, 40, 5
-    got = {"ref": Counter(), "train": Counter()}
-    errors = []
+    got: dict[str, Counter[tuple[int, int]]] = {"ref": Counter(), "train": Counter()}
+    errors: list[Exception] = []
 
-    def guarded(work):
-        def run():
+    def guarded(work: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
             try:
                 work()
             except PlaneClosed:
@@ -233,17 +238,17 @@ def test_writers_readers_and_clears_at_the_same_time(plane):
 
         return threading.Thread(target=run)
 
-    def write(writer):
+    def write(writer: int) -> None:
         for k in range(0, rows_each, batch):
             plane.put({"x": [(writer, k + j) for j in range(batch)], "tokens": arrays(*range(k, k + batch))})
 
-    def reference():
+    def reference() -> None:
         while True:
             rows = plane.take("ref", ["x", "tokens"], 4, timeout=SECONDS)
             got["ref"].update(rows.columns["x"])
             plane.add(rows.ids, {"ref": [len(t) for t in rows.columns["tokens"]]})
 
-    def train():
+    def train() -> None:
         while True:
             rows = plane.take("train", ["x", "ref"], 4, timeout=SECONDS)
             assert all(x[1] == ref for x, ref in zip(rows.columns["x"], rows.columns["ref"], strict=True))
@@ -251,7 +256,7 @@ def test_writers_readers_and_clears_at_the_same_time(plane):
             plane.clear(rows.ids)
 
     readers = [guarded(reference), guarded(reference), guarded(train), guarded(train)]
-    producing = [guarded(lambda w=w: write(w)) for w in range(writers)]
+    producing = [guarded(functools.partial(write, w)) for w in range(writers)]
     for thread in readers + producing:
         thread.start()
     for thread in producing:
@@ -266,7 +271,7 @@ def test_writers_readers_and_clears_at_the_same_time(plane):
     assert len(plane) == 0
 
 
-def test_a_checkpoint_gives_out_again_what_was_not_cleared(plane, tmp_path):
+def test_a_checkpoint_gives_out_again_what_was_not_cleared(plane: DataPlane, tmp_path: Path) -> None:
     ids = plane.put({"x": [0, 1, 2, 3], "tokens": arrays(3, 0, 2, 1)})
     taken = plane.take("train", ["x"], 2, timeout=SECONDS)
     plane.clear(taken.ids[:1])
@@ -284,11 +289,11 @@ def test_a_checkpoint_gives_out_again_what_was_not_cleared(plane, tmp_path):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_two_planes_in_two_processes(transfer_queue):
+def test_two_planes_in_two_processes(transfer_queue: Any) -> None:
     import ray
 
     @ray.remote(num_cpus=0)
-    def produce(name):
+    def produce(name: str) -> None:
         from relax_data.plane.transferqueue import TransferQueuePlane
 
         plane = TransferQueuePlane(name)
@@ -303,10 +308,12 @@ def test_two_planes_in_two_processes(transfer_queue):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_too_few_cpus_for_another_start_is_an_error_not_a_hang(transfer_queue, monkeypatch):
+def test_too_few_cpus_for_another_start_is_an_error_not_a_hang(
+    transfer_queue: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
 
-    def nobody(*_, **__):
+    def nobody(*_: Any, **__: Any) -> None:
         raise ValueError("no such actor")
 
     monkeypatch.setattr(ray, "get_actor", nobody)
@@ -316,7 +323,9 @@ def test_too_few_cpus_for_another_start_is_an_error_not_a_hang(transfer_queue, m
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_storage_unit_that_dies_is_an_error_that_says_what_to_do(transfer_queue, request):
+def test_a_storage_unit_that_dies_is_an_error_that_says_what_to_do(
+    transfer_queue: Any, request: pytest.FixtureRequest
+) -> None:
     """It kills one of the two units, so the tests after it get a TransferQueue of their own."""
     import ray
     from transfer_queue import interface

@@ -9,7 +9,7 @@ from pathlib import Path
 README = Path(__file__).parents[2] / "packages" / "relax-data" / "README.md"
 
 
-def test_the_example_runs(tmp_path):
+def test_the_example_runs(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # the example leaves its files for the reader to look at
     command = [sys.executable, "-c", code]

@@ -4,28 +4,34 @@ import dataclasses
 import json
 import logging
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from relax_data.errors import DataError
 from relax_data.prompts.open import open_prompts
 from relax_data.settings import DataSettings
+from relax_data.types import Prompt
 
 
-def rows(n, **more):
+def rows(n: int, **more: Any) -> list[dict[str, Any]]:
     return [{"input": f"question {i}", "answer": i, **more} for i in range(n)]
 
 
-def settings(path, **options):
+def settings(path: str | list[str], **options: Any) -> DataSettings:
     return DataSettings(prompt_data=(path,) if isinstance(path, str) else tuple(path), **options)
 
 
-def labels(prompts):
+def labels(prompts: list[Prompt]) -> list[Any]:
     return [p.label for p in prompts]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_row_becomes_a_prompt(kind, write_jsonl, write_parquet, tokenizer):
+def test_a_row_becomes_a_prompt(
+    kind: str, write_jsonl: Callable[..., str], write_parquet: Callable[..., str], tokenizer: Any
+) -> None:
     data = rows(3, metadata={"level": 2})
     path = write_jsonl(data) if kind == "jsonl" else write_parquet(data)
     source = open_prompts(settings(path, label_key="answer"), tokenizer)
@@ -41,7 +47,9 @@ def test_a_row_becomes_a_prompt(kind, write_jsonl, write_parquet, tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_chat_template_with_system_prompt_tools_and_arguments(kind, write_jsonl, write_parquet, tokenizer):
+def test_chat_template_with_system_prompt_tools_and_arguments(
+    kind: str, write_jsonl: Callable[..., str], write_parquet: Callable[..., str], tokenizer: Any
+) -> None:
     tools = json.dumps([{"name": "calc"}])
     own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "b"}]
     data = [
@@ -68,19 +76,22 @@ def test_chat_template_with_system_prompt_tools_and_arguments(kind, write_jsonl,
     assert first.messages == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a"}]
 
 
-def test_a_string_is_one_user_message_and_the_real_tokenizer_agrees(write_jsonl, tiny_model):
+def test_a_string_is_one_user_message_and_the_real_tokenizer_agrees(
+    write_jsonl: Callable[..., str], tiny_model: Path
+) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     source = open_prompts(settings(write_jsonl([{"input": "1+2=?"}]), apply_chat_template=True), tokenizer)
     (prompt,) = source.next(1)
     assert prompt.text == "user: 1+2=?\nassistant: "
+    assert prompt.messages is not None
     expected = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False)
     assert prompt.input_ids == expected
     assert all(type(i) is int for i in prompt.input_ids)
 
 
-def test_images_stand_where_their_marks_are(write_jsonl, tokenizer):
+def test_images_stand_where_their_marks_are(write_jsonl: Callable[..., str], tokenizer: Any) -> None:
     data = [
         {"input": "see <image> and <image>!", "images": ["a.jpg", "b.jpg"]},
         {"input": "what is it?", "images": "c.jpg"},
@@ -90,6 +101,8 @@ def test_images_stand_where_their_marks_are(write_jsonl, tokenizer):
         settings(write_jsonl(data), apply_chat_template=True, multimodal_keys={"image": "images"}), tokenizer
     )
     marked, plain, none = source.next(3)
+    assert marked.messages is not None
+    assert plain.messages is not None
     assert marked.messages[0]["content"] == [
         {"type": "text", "text": "see "},
         {"type": "image", "image": "a.jpg"},
@@ -113,7 +126,9 @@ def test_images_stand_where_their_marks_are(write_jsonl, tokenizer):
             )
 
 
-def test_without_shuffle_rows_come_in_file_order_epoch_after_epoch(write_jsonl, tokenizer):
+def test_without_shuffle_rows_come_in_file_order_epoch_after_epoch(
+    write_jsonl: Callable[..., str], tokenizer: Any
+) -> None:
     source = open_prompts(settings(write_jsonl(rows(5)), label_key="answer"), tokenizer, num_epoch=2)
     got = source.next(7)
     assert labels(got) == [0, 1, 2, 3, 4, 0, 1]
@@ -122,10 +137,10 @@ def test_without_shuffle_rows_come_in_file_order_epoch_after_epoch(write_jsonl, 
     assert source.next(1) == []
 
 
-def test_shuffle_is_seeded_and_another_one_each_epoch(write_jsonl, tokenizer):
+def test_shuffle_is_seeded_and_another_one_each_epoch(write_jsonl: Callable[..., str], tokenizer: Any) -> None:
     path = write_jsonl(rows(50))
 
-    def epochs(seed):
+    def epochs(seed: int) -> list[list[Any]]:
         source = open_prompts(settings(path, label_key="answer", rollout_shuffle=True, rollout_seed=seed), tokenizer)
         return [labels(source.next(50)) for _ in range(3)]
 
@@ -139,7 +154,7 @@ def test_shuffle_is_seeded_and_another_one_each_epoch(write_jsonl, tokenizer):
 
 
 @pytest.mark.parametrize("cut", [0, 1, 6, 7, 8, 20])
-def test_resume_goes_on_as_if_uninterrupted(write_jsonl, tokenizer, cut):
+def test_resume_goes_on_as_if_uninterrupted(write_jsonl: Callable[..., str], tokenizer: Any, cut: int) -> None:
     path = write_jsonl(rows(7))
     options = settings(path, label_key="answer", rollout_shuffle=True)
     straight = open_prompts(options, tokenizer).next(30)
@@ -151,7 +166,9 @@ def test_resume_goes_on_as_if_uninterrupted(write_jsonl, tokenizer, cut):
     assert before + resumed.next(30 - cut) == straight
 
 
-def test_long_prompts_are_dropped_counted_and_named(write_jsonl, tokenizer, caplog):
+def test_long_prompts_are_dropped_counted_and_named(
+    write_jsonl: Callable[..., str], tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write_jsonl([{"input": "x" * n} for n in (3, 30, 4, 40, 50, 60)])
     with caplog.at_level(logging.WARNING):
         source = open_prompts(settings(path, rollout_max_prompt_len=10), tokenizer)
@@ -163,7 +180,7 @@ def test_long_prompts_are_dropped_counted_and_named(write_jsonl, tokenizer, capl
         open_prompts(settings(path, rollout_max_prompt_len=1), tokenizer)
 
 
-def test_blank_lines_are_no_rows_but_count_as_lines(write_jsonl, tokenizer):
+def test_blank_lines_are_no_rows_but_count_as_lines(write_jsonl: Callable[..., str], tokenizer: Any) -> None:
     path = write_jsonl([{"input": "a"}, "", "   ", {"input": "b"}])
     source = open_prompts(settings(path), tokenizer)
     assert [p.source for p in source.next(2)] == [f"{path}:1", f"{path}:4"]
@@ -188,7 +205,9 @@ def test_blank_lines_are_no_rows_but_count_as_lines(write_jsonl, tokenizer):
         ('{"input": ""}', None),
     ],
 )
-def test_a_bad_row_is_named_or_skipped_and_counted(write_jsonl, tokenizer, line, message):
+def test_a_bad_row_is_named_or_skipped_and_counted(
+    write_jsonl: Callable[..., str], tokenizer: Any, line: str, message: str | None
+) -> None:
     path = write_jsonl([{"input": "a"}, {"input": "b"}, line, {"input": "c"}])
     if message is not None:
         with pytest.raises(DataError, match=message):
@@ -212,7 +231,9 @@ def test_a_bad_row_is_named_or_skipped_and_counted(write_jsonl, tokenizer, line,
         ("2.5", None),
     ],
 )
-def test_a_label_without_a_value_or_with_lost_digits_is_refused(write_jsonl, tokenizer, label, message):
+def test_a_label_without_a_value_or_with_lost_digits_is_refused(
+    write_jsonl: Callable[..., str], tokenizer: Any, label: str, message: str | None
+) -> None:
     options = settings(write_jsonl([f'{{"input": "x", "answer": {label}}}']), label_key="answer")
     if message is None:
         assert labels(open_prompts(options, tokenizer).next(1)) == [json.loads(label)]
@@ -234,8 +255,14 @@ def test_a_label_without_a_value_or_with_lost_digits_is_refused(write_jsonl, tok
     ],
 )
 def test_no_usable_prompt_is_an_error_that_says_why(
-    write_jsonl, write_parquet, tokenizer, streaming, lines, options, message
-):
+    write_jsonl: Callable[..., str],
+    write_parquet: Callable[..., str],
+    tokenizer: Any,
+    streaming: bool,
+    lines: Any,
+    options: dict[str, Any],
+    message: str,
+) -> None:
     if isinstance(lines, str):
         path = write_jsonl(rows(9)) + lines
     elif lines:
@@ -251,7 +278,7 @@ def test_no_usable_prompt_is_an_error_that_says_why(
 
 
 @pytest.mark.parametrize("skip", [False, True])
-def test_a_value_of_parquet_that_cannot_be_read_is_named_or_skipped(tmp_path, tokenizer, skip):
+def test_a_value_of_parquet_that_cannot_be_read_is_named_or_skipped(tmp_path: Path, tokenizer: Any, skip: bool) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -267,14 +294,16 @@ def test_a_value_of_parquet_that_cannot_be_read_is_named_or_skipped(tmp_path, to
             open_prompts(settings(path), tokenizer)
 
 
-def test_a_prompt_that_is_no_text_is_named_whoever_made_it(write_jsonl, tokenizer):
+def test_a_prompt_that_is_no_text_is_named_whoever_made_it(write_jsonl: Callable[..., str], tokenizer: Any) -> None:
     # A command line that is no UTF-8 comes as halves of surrogate pairs.
     options = settings(write_jsonl(rows(1)), apply_chat_template=True, system_prompt="\udcff")
     with pytest.raises(DataError, match=r"prompts.jsonl:1: the prompt holds half of a surrogate pair"):
         open_prompts(options, tokenizer)
 
 
-def test_a_label_that_is_missing_or_a_template_that_raises_is_named(write_jsonl, tokenizer):
+def test_a_label_that_is_missing_or_a_template_that_raises_is_named(
+    write_jsonl: Callable[..., str], tokenizer: Any
+) -> None:
     with pytest.raises(DataError, match=r"a.jsonl:1: key 'answer' is missing .*--label-key"):
         open_prompts(settings(write_jsonl([{"input": "x"}], "a.jsonl"), label_key="answer"), tokenizer)
     path = write_jsonl([{"input": [{"role": "forbidden", "content": "x"}]}], "b.jsonl")
@@ -285,7 +314,9 @@ def test_a_label_that_is_missing_or_a_template_that_raises_is_named(write_jsonl,
         open_prompts(settings(path, apply_chat_template=True), tokenizer)
 
 
-def test_slices_and_several_files_are_read_in_order(write_jsonl, write_parquet, tokenizer):
+def test_slices_and_several_files_are_read_in_order(
+    write_jsonl: Callable[..., str], write_parquet: Callable[..., str], tokenizer: Any
+) -> None:
     a, b = write_jsonl(rows(300), "a.jsonl"), write_parquet(rows(250), row_group_size=70)
     source = open_prompts(settings([f"{b}@[100:150]", f"{a}@[-2:]"], label_key="answer"), tokenizer)
     assert labels(source.next(52)) == [*range(100, 150), 298, 299]
@@ -293,7 +324,7 @@ def test_slices_and_several_files_are_read_in_order(write_jsonl, write_parquet, 
     assert len(evaluation) == 1
 
 
-def test_resume_with_other_data_says_what_differs(write_jsonl, tokenizer):
+def test_resume_with_other_data_says_what_differs(write_jsonl: Callable[..., str], tokenizer: Any) -> None:
     path = write_jsonl(rows(5))
     options = settings(path, rollout_shuffle=True)
     state = open_prompts(options, tokenizer).state_dict()
@@ -313,7 +344,7 @@ def test_resume_with_other_data_says_what_differs(write_jsonl, tokenizer):
         open_prompts(options, tokenizer).load_state_dict(state)
 
 
-def test_a_changed_filter_on_resume_is_an_error(write_jsonl, tokenizer):
+def test_a_changed_filter_on_resume_is_an_error(write_jsonl: Callable[..., str], tokenizer: Any) -> None:
     options = settings(write_jsonl([{"input": "x" * n} for n in range(1, 9)]))
     state = open_prompts(options, tokenizer).state_dict()
     with pytest.raises(DataError, match="8 prompts an epoch, now there are 4"):

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given
@@ -15,17 +17,18 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from relax_data.errors import DataError
 from relax_data.prompts.open import open_prompts
+from relax_data.prompts.source import PromptSource
 from relax_data.prompts.streaming import StreamingDataset
 from relax_data.readers import cache
 from relax_data.settings import DataSettings
 
 
-def rows(n, first=0):
+def rows(n: int, first: int = 0) -> list[dict[str, Any]]:
     return [{"input": f"q{i}", "id": i} for i in range(first, first + n)]
 
 
 @pytest.fixture
-def files(write_jsonl, write_parquet):
+def files(write_jsonl: Callable[..., str], write_parquet: Callable[..., str]) -> list[str]:
     """Three files with different units: 500 lines, 730 rows in groups of 100, 300 rows in one group."""
     return [
         write_jsonl(rows(500), "a.jsonl"),
@@ -37,7 +40,7 @@ def files(write_jsonl, write_parquet):
 TOTAL = 1530
 
 
-def ids(dataset, n=None):
+def ids(dataset: StreamingDataset, n: int | None = None) -> list[int]:
     """Ids of the next ``n`` rows over epochs, or of the rest of the epoch."""
     if n is None:
         return [s.row["id"] for s in dataset]
@@ -45,7 +48,7 @@ def ids(dataset, n=None):
     return [s.row["id"] for s in itertools.islice(endless, n)]
 
 
-def test_without_shuffle_it_is_the_order_of_the_files(files):
+def test_without_shuffle_it_is_the_order_of_the_files(files: list[str]) -> None:
     dataset = StreamingDataset(files, buffer_size=64, shuffle=False)
     assert ids(dataset) == list(range(TOTAL))
     assert dataset.epoch == 1
@@ -54,7 +57,7 @@ def test_without_shuffle_it_is_the_order_of_the_files(files):
 
 
 @pytest.mark.parametrize("buffer_size", [1, 7, 64, 500, 10_000])
-def test_every_row_once_an_epoch_in_an_order_of_its_own(files, buffer_size):
+def test_every_row_once_an_epoch_in_an_order_of_its_own(files: list[str], buffer_size: int) -> None:
     dataset = StreamingDataset(files, buffer_size=buffer_size, seed=3)
     first, second = ids(dataset), ids(dataset)
     assert sorted(first) == sorted(second) == list(range(TOTAL))
@@ -63,7 +66,7 @@ def test_every_row_once_an_epoch_in_an_order_of_its_own(files, buffer_size):
     assert ids(StreamingDataset(files, buffer_size=buffer_size, seed=4)) != first
 
 
-def test_the_shuffle_mixes_over_all_files(files):
+def test_the_shuffle_mixes_over_all_files(files: list[str]) -> None:
     order = ids(StreamingDataset(files, buffer_size=400))
     files_of_windows = [{0 if i < 500 else 1 if i < 1230 else 2 for i in order[k : k + 400]} for k in (0, 400, 800)]
     assert all(len(f) > 1 for f in files_of_windows), files_of_windows
@@ -71,7 +74,7 @@ def test_the_shuffle_mixes_over_all_files(files):
     assert neighbours < 40
 
 
-def test_source_names_the_line_of_each_row(files):
+def test_source_names_the_line_of_each_row(files: list[str]) -> None:
     for sample in StreamingDataset(files, buffer_size=100):
         first = {"a.jsonl": 0, "b.parquet": 500, "c.parquet": 1230}
         path, _, line = sample.source.rpartition(":")
@@ -86,8 +89,10 @@ def test_source_names_the_line_of_each_row(files):
     before=st.integers(1, 4),
     after=st.integers(1, 4),
 )
-def test_resume_on_any_number_of_readers_is_exact(files, cut, buffer_size, shuffle, before, after):
-    options = {"buffer_size": buffer_size, "shuffle": shuffle}
+def test_resume_on_any_number_of_readers_is_exact(
+    files: list[str], cut: int, buffer_size: int, shuffle: bool, before: int, after: int
+) -> None:
+    options: dict[str, Any] = {"buffer_size": buffer_size, "shuffle": shuffle}
     straight = ids(StreamingDataset(files, **options), cut * before + 40)
     readers = [StreamingDataset(files, **options, rank=r, world_size=before) for r in range(before)]
     cut //= before
@@ -106,12 +111,13 @@ def test_resume_on_any_number_of_readers_is_exact(files, cut, buffer_size, shuff
 
 @hypothesis_settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=4), min_size=1, max_size=4))
-def test_readers_that_stopped_at_different_rows_leave_nothing_out(files, rounds):
-    states, taken = None, []
+def test_readers_that_stopped_at_different_rows_leave_nothing_out(files: list[str], rounds: list[list[int]]) -> None:
+    states: list[dict[str, Any]] = []
+    taken: list[int] = []
     for counts in rounds:
         readers = [StreamingDataset(files, buffer_size=50, rank=r, world_size=len(counts)) for r in range(len(counts))]
         for reader, n in zip(readers, counts, strict=True):
-            if states is not None:
+            if states:
                 reader.load_state_dict(states)
             taken += ids(reader, n)
         states = [json.loads(json.dumps(r.state_dict())) for r in readers]
@@ -124,7 +130,7 @@ def test_readers_that_stopped_at_different_rows_leave_nothing_out(files, rounds)
     assert len(Counter(taken)) in (0, TOTAL)
 
 
-def test_a_state_is_small_and_holds_in_a_new_process(files):
+def test_a_state_is_small_and_holds_in_a_new_process(files: list[str]) -> None:
     dataset = StreamingDataset(files, buffer_size=10_000)
     ids(dataset, 777)
     state = json.dumps(dataset.state_dict())
@@ -142,7 +148,9 @@ def test_a_state_is_small_and_holds_in_a_new_process(files):
     assert json.loads(out.stdout) == ids(dataset)
 
 
-def test_resume_does_not_read_the_file_from_its_start(write_jsonl, monkeypatch):
+def test_resume_does_not_read_the_file_from_its_start(
+    write_jsonl: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_jsonl(rows(20_000))
     dataset = StreamingDataset(path, buffer_size=500)
     expected = ids(dataset, 15_000)
@@ -150,7 +158,7 @@ def test_resume_does_not_read_the_file_from_its_start(write_jsonl, monkeypatch):
     expected = ids(dataset, 100)
     read = []
 
-    def counted(fd, size, at):
+    def counted(fd: int, size: int, at: int) -> bytes:
         read.append(size)
         return os.pread(fd, size, at)
 
@@ -163,7 +171,7 @@ def test_resume_does_not_read_the_file_from_its_start(write_jsonl, monkeypatch):
     assert sum(read) < 3000 * 30
 
 
-def test_a_changed_file_is_an_error_that_says_so(write_jsonl):
+def test_a_changed_file_is_an_error_that_says_so(write_jsonl: Callable[..., str]) -> None:
     path = write_jsonl(rows(100))
     state = StreamingDataset(path).state_dict()
     for changed, message in [
@@ -175,11 +183,12 @@ def test_a_changed_file_is_an_error_that_says_so(write_jsonl):
         with pytest.raises(DataError, match=message):
             StreamingDataset(path).load_state_dict(state)
     write_jsonl(rows(100))
-    for options, message in [
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"seed": 1}, "--rollout-seed is 1 and was 42"),
         ({"shuffle": False}, "--rollout-shuffle is False and was True"),
         ({"buffer_size": 5}, "--streaming-buffer-size is 5 and was 10000"),
-    ]:
+    ]
+    for options, message in changes:
         with pytest.raises(DataError, match=message):
             StreamingDataset(path, **options).load_state_dict(state)
     # In file order neither seed nor buffer matter.
@@ -187,7 +196,7 @@ def test_a_changed_file_is_an_error_that_says_so(write_jsonl):
     StreamingDataset(path, shuffle=False, seed=1, buffer_size=5).load_state_dict(state)
 
 
-def test_states_of_readers_that_do_not_belong_together_are_refused(write_jsonl):
+def test_states_of_readers_that_do_not_belong_together_are_refused(write_jsonl: Callable[..., str]) -> None:
     path = write_jsonl(rows(10))
     one, two = (StreamingDataset(path, rank=0, world_size=w).state_dict() for w in (2, 3))
     with pytest.raises(DataError, match="not the 2 of one run"):
@@ -199,7 +208,7 @@ def test_states_of_readers_that_do_not_belong_together_are_refused(write_jsonl):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_compressed_files_are_unpacked_once(write_jsonl, tmp_path, suffix):
+def test_compressed_files_are_unpacked_once(write_jsonl: Callable[..., str], tmp_path: Path, suffix: str) -> None:
     plain = write_jsonl(rows(1000))
     packed = str(tmp_path / f"packed.jsonl{suffix}")
     data = Path(plain).read_bytes()
@@ -223,7 +232,7 @@ def test_compressed_files_are_unpacked_once(write_jsonl, tmp_path, suffix):
     assert len(list((cache.cache_dir() / "unpacked").iterdir())) == 1
 
 
-def test_bad_rows_name_their_line_or_are_counted(write_jsonl):
+def test_bad_rows_name_their_line_or_are_counted(write_jsonl: Callable[..., str]) -> None:
     path = write_jsonl([{"input": "a"}, "", "{", {"inptu": 1}, {"input": "b"}])
     with pytest.raises(DataError, match=r"prompts.jsonl:3: not valid JSON"):
         list(StreamingDataset(path, shuffle=False))
@@ -234,7 +243,9 @@ def test_bad_rows_name_their_line_or_are_counted(write_jsonl):
 
 
 @pytest.mark.parametrize("readers", [1, 2])
-def test_an_epoch_without_a_row_is_an_error_for_who_reads_all_of_it(write_jsonl, readers):
+def test_an_epoch_without_a_row_is_an_error_for_who_reads_all_of_it(
+    write_jsonl: Callable[..., str], readers: int
+) -> None:
     dataset = StreamingDataset(write_jsonl(["", "null"]), skip_bad_rows=True, world_size=readers, shuffle=False)
     if readers == 1:
         with pytest.raises(DataError, match=r"no prompt in .*1 rows dropped: unusable row .*:2: .*not null"):
@@ -243,7 +254,7 @@ def test_an_epoch_without_a_row_is_an_error_for_who_reads_all_of_it(write_jsonl,
         assert list(dataset) == []
 
 
-def test_lines_longer_than_an_index_entry_and_files_without_a_last_newline(tmp_path):
+def test_lines_longer_than_an_index_entry_and_files_without_a_last_newline(tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     sizes = [10, 3_000_000, 5, 1_500_000, 20, 17_000_000, 1]
     path.write_text("\n".join(json.dumps({"input": "x" * n, "id": i}) for i, n in enumerate(sizes)))
@@ -254,7 +265,9 @@ def test_lines_longer_than_an_index_entry_and_files_without_a_last_newline(tmp_p
 
 @given(lengths=st.lists(st.integers(0, 400), min_size=1, max_size=400), newline=st.booleans())
 @hypothesis_settings(max_examples=50, deadline=None)
-def test_the_index_finds_every_line(tmp_path_factory, lengths, newline):
+def test_the_index_finds_every_line(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], newline: bool
+) -> None:
     path = tmp_path_factory.mktemp("index") / "x.jsonl"
     lines = [b"x" * n for n in lengths]
     data = b"\n".join(lines) + (b"\n" if newline else b"")
@@ -268,7 +281,9 @@ def test_the_index_finds_every_line(tmp_path_factory, lengths, newline):
         assert offset == sum(len(x) + 1 for x in lines[:row])
 
 
-def test_an_unwritable_cache_costs_time_only(write_jsonl, tmp_path, monkeypatch):
+def test_an_unwritable_cache_costs_time_only(
+    write_jsonl: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("RELAX_CACHE_DIR", str(tmp_path / "file" / "cache"))
     path = write_jsonl(rows(200))
@@ -276,7 +291,7 @@ def test_an_unwritable_cache_costs_time_only(write_jsonl, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("left", [b"not an array", b"", b"PK\x03\x04", b"\x93NUMPY"])
-def test_a_damaged_index_in_the_cache_is_made_again(write_jsonl, left):
+def test_a_damaged_index_in_the_cache_is_made_again(write_jsonl: Callable[..., str], left: bytes) -> None:
     path = write_jsonl(rows(200))
     StreamingDataset(path)
     (index,) = (cache.cache_dir() / "index").iterdir()
@@ -287,7 +302,9 @@ def test_a_damaged_index_in_the_cache_is_made_again(write_jsonl, left):
 class TestPromptSource:
     """--use-streaming-dataset behind the same protocol as prompts in memory."""
 
-    def source(self, paths, tokenizer, *, num_epoch=None, **options):
+    def source(
+        self, paths: Sequence[str], tokenizer: Any, *, num_epoch: int | None = None, **options: Any
+    ) -> PromptSource:
         settings = DataSettings(
             prompt_data=tuple(paths),
             label_key="id",
@@ -296,7 +313,7 @@ class TestPromptSource:
         )
         return open_prompts(settings, tokenizer, num_epoch=num_epoch)
 
-    def test_epochs_and_order_without_shuffle(self, files, tokenizer):
+    def test_epochs_and_order_without_shuffle(self, files: list[str], tokenizer: Any) -> None:
         source = self.source(files, tokenizer, num_epoch=2)
         first = source.next(1000)
         assert [p.label for p in first] == list(range(1000))
@@ -307,7 +324,7 @@ class TestPromptSource:
         assert source.next(1) == []
 
     @pytest.mark.parametrize("cut", [0, 1, 49, 50, 1529, 1530, 2000])
-    def test_resume(self, files, tokenizer, cut):
+    def test_resume(self, files: list[str], tokenizer: Any, cut: int) -> None:
         straight = self.source(files, tokenizer, rollout_shuffle=True).next(2 * TOTAL)
         source = self.source(files, tokenizer, rollout_shuffle=True)
         before = source.next(cut)
@@ -316,7 +333,7 @@ class TestPromptSource:
         resumed.load_state_dict(state)
         assert before + resumed.next(2 * TOTAL - cut) == straight
 
-    def test_filter_and_bad_rows(self, write_jsonl, tokenizer):
+    def test_filter_and_bad_rows(self, write_jsonl: Callable[..., str], tokenizer: Any) -> None:
         data = [{"input": "x" * (1 + i % 10), "id": i} for i in range(200)]
         path = write_jsonl([*data[:100], "broken", *data[100:]])
         source = self.source([path], tokenizer, rollout_max_prompt_len=6, skip_bad_rows=True, num_epoch=1)
@@ -331,16 +348,20 @@ class TestPromptSource:
         assert resumed.drops.counts == dropped + dropped
         assert any(line.startswith("200 rows dropped: longer than") for line in resumed.drops.lines())
 
-    def test_blank_lines_at_the_end_of_an_epoch_do_not_end_the_run(self, write_jsonl, tokenizer):
+    def test_blank_lines_at_the_end_of_an_epoch_do_not_end_the_run(
+        self, write_jsonl: Callable[..., str], tokenizer: Any
+    ) -> None:
         source = self.source([write_jsonl([*rows(2), "", ""])], tokenizer, num_epoch=2)
         assert [[p.label for p in source.next(n)] for n in (2, 1, 1, 1)] == [[0, 1], [0], [1], []]
 
-    def test_an_epoch_without_any_prompt_is_an_error_not_a_loop(self, write_jsonl, tokenizer):
+    def test_an_epoch_without_any_prompt_is_an_error_not_a_loop(
+        self, write_jsonl: Callable[..., str], tokenizer: Any
+    ) -> None:
         path = write_jsonl(rows(10))
         with pytest.raises(DataError, match=r"no prompt in .*10 rows dropped: longer than --rollout-max-prompt-len 1"):
             self.source([path], tokenizer, rollout_max_prompt_len=1).next(1)
 
-    def test_a_bad_row_stops_with_its_name(self, write_jsonl, tokenizer):
+    def test_a_bad_row_stops_with_its_name(self, write_jsonl: Callable[..., str], tokenizer: Any) -> None:
         path = write_jsonl([*rows(2), "nonsense"])
         source = self.source([path], tokenizer)
         before = source.state_dict()
@@ -354,8 +375,8 @@ class TestPromptSource:
             len(self.source([path], tokenizer))
 
 
-def test_a_full_disk_costs_the_index_only(write_jsonl, monkeypatch):
-    def fail(*_):
+def test_a_full_disk_costs_the_index_only(write_jsonl: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(cache.np, "save", fail)
@@ -363,7 +384,7 @@ def test_a_full_disk_costs_the_index_only(write_jsonl, monkeypatch):
     assert list((cache.cache_dir() / "index").iterdir()) == []
 
 
-def test_one_of_several_readers_does_not_loop_for_ever_over_unusable_rows(write_jsonl):
+def test_one_of_several_readers_does_not_loop_for_ever_over_unusable_rows(write_jsonl: Callable[..., str]) -> None:
     path = write_jsonl([{"other": i} for i in range(10)])
     reader = StreamingDataset(path, rank=1, world_size=3, skip_bad_rows=True)
     assert [list(reader), list(reader)] == [[], []]

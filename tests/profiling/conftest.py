@@ -4,7 +4,7 @@ import dataclasses
 import gzip
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ class TraceMaker:
             duration,
             f"ncclDevKernel_{kind}_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
             stream=17,
-            **{
+            **{  # type: ignore[arg-type]  # none of them is a named parameter of kernel
                 "Collective name": kind,
                 "Process Group Description": group,
                 "Group size": 2,
@@ -144,7 +144,7 @@ def frozen_clock() -> FrozenClock:
 
 
 @pytest.fixture
-def make_snapshot(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+def make_snapshot(tmp_path: Path) -> Callable[..., Path]:
     """Writes a memory snapshot whose blocks are given as (bytes, [(function, file, line), ...])."""
     import pickle
 

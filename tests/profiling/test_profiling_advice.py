@@ -172,6 +172,7 @@ def test_low_mfu(train: Any, findings: Any, tmp_path: Path, side: int, expected:
     found = findings("low MFU")
     assert len(found) == expected
     (report,) = build_report([tmp_path]).traces
+    assert report.mfu is not None
     # 100 products of 2 n^3 operations in 20 ms, against 989 TFLOP/s.
     assert report.mfu == pytest.approx(100 * 2 * side**3 / 989e12 / (report.breakdown.span / 1e6))
     assert build_report([tmp_path], peak=98.9).traces[0].mfu == pytest.approx(10 * report.mfu)

@@ -123,7 +123,7 @@ def test_merge_puts_all_on_one_clock(recorded_run: Path, tmp_path: Path, capsys:
 
 
 def memory_op(trace: Any, name: int, kind: int) -> bool:
-    return trace.names[name].startswith(("Memcpy", "Memset"))
+    return bool(trace.names[name].startswith(("Memcpy", "Memset")))
 
 
 def test_merge_overwrites_nothing_and_says_what_it_left_out(

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from relax_rollout.engines.sglang import arguments, cpu
@@ -101,7 +102,7 @@ def test_the_settings_and_the_table_load_without_torch_and_sglang() -> None:
 
 
 @pytest.mark.slow
-def test_the_table_is_that_of_the_installed_sglang(tmp_path) -> None:
+def test_the_table_is_that_of_the_installed_sglang(tmp_path: Path) -> None:
     import os
 
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a sequence costs to compute, by its length."""
+"""The cost of computing a sequence, by its length."""
 
 import dataclasses
 
@@ -30,5 +30,5 @@ class CostModel:
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
         """float64 ``[n]`` for lengths ``[n]`` in tokens."""
-        lengths = np.asarray(lengths, dtype=np.float64)
-        return self.linear * lengths + self.quadratic * lengths * lengths
+        tokens: np.ndarray = np.asarray(lengths, dtype=np.float64)
+        return np.asarray(self.linear * tokens + self.quadratic * tokens * tokens)

@@ -5,7 +5,7 @@ from typing import Any
 from transfer_queue import BaseSampler
 
 
-class OldestFirst(BaseSampler):  # type: ignore[misc]
+class OldestFirst(BaseSampler):
     """Gives out the rows that were put first.
 
     TransferQueue's own order is that of its internal indexes, and those of cleared rows are used again: a new row could

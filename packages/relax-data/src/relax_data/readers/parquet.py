@@ -116,7 +116,8 @@ class _ArrowBlock:
         else:
             table = self._table.take(pa.array(offsets, type=pa.int64()))
         try:
-            return table.to_pylist()
+            found: list[Row | DataError | None] = table.to_pylist()
+            return found
         except (ValueError, OverflowError, pa.ArrowException):
             return [self._row(o) for o in offsets]
 

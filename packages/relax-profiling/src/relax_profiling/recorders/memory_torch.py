@@ -50,7 +50,8 @@ class TorchRecorder:
         self._memory = torch.cuda.memory
         self._memory._record_memory_history(max_entries=self._max_entries, stacks="python")
         # torch has no call to take an observer away: a closed recorder's observer does nothing.
-        torch._C._cuda_attach_out_of_memory_observer(self._on_oom)
+        attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]  # not in its stubs
+        attach(self._on_oom)
         self._recording = True
 
     def dump(self) -> Path | None:

@@ -1,6 +1,7 @@
 """Cuts a trace to the phases of one target."""
 
 import bisect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,7 +57,7 @@ def cut_to_spans(source: Path, out: Writable, names: set[str]) -> None:
     out.write(b"}\n")
 
 
-def _belongs(e: Event, inside: Any, launched: dict[Any, float], names: set[str]) -> bool:
+def _belongs(e: Event, inside: Callable[[Any], bool], launched: dict[Any, float], names: set[str]) -> bool:
     if e.get("ph") == "M":
         return True
     arguments = e.get("args") or {}

@@ -1,9 +1,12 @@
 """Fixtures that every package's tests share. The heavy ones exist once a session."""
 
+import contextlib
 import dataclasses
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -25,6 +28,9 @@ sys.dont_write_bytecode = False
 # How long an example takes says how busy the machine is, not whether the code is right.
 hypothesis.settings.register_profile("relax", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("relax")
+
+GPU_SCRIPT_SECONDS = 3500
+"""What one script on GPUs may take; its test has a little more."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,6 +67,42 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def run_on_gpus() -> Callable[..., str]:
+    """``run_on_gpus(script, *arguments, gpus=1, launcher=())`` runs a script of ours on GPUs and returns its output.
+
+    Skips the test where there are fewer GPUs. torch is asked here and not when tests are collected. The script is a
+    process of its own, with what this file sets for CPU tests taken away, and it is ended with all that it started.
+    """
+
+    def run(script: Path, *arguments: str | Path, gpus: int = 1, launcher: tuple[str, ...] = ()) -> str:
+        import torch
+
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if found < gpus:
+            pytest.skip(f"needs {gpus} CUDA device{'s' * (gpus > 1)} and this host has {found}")
+        environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE")}
+        command = [sys.executable, *launcher, str(script), *map(str, arguments)]
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=GPU_SCRIPT_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        assert process.returncode == 0, f"{script.name} exited with {process.returncode}:\n{output[-8000:]}"
+        return output
+
+    return run
 
 
 @pytest.fixture(scope="session")

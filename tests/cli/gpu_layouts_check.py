@@ -1,6 +1,6 @@
 """`relax train` in the parallel layouts that this machine's GPUs allow, on random models. Prints one line a layout.
 
-    python tests/cli/gpu_layouts_check.py [--only tp2 ep2 ...] [--out FOLDER] [--rollouts 3]
+    python tests/cli/gpu_layouts_check.py [--only tp2 ep2 ...] [--gpus 2] [--out FOLDER] [--rollouts 3]
 
 Each run generates with real engines, trains and pushes the weights back; then SGLang's log-probs of what it sampled
 must be those of the trainer, so a wrong shard, group or push is seen. The trainer resumes where `--save` left it.
@@ -69,7 +69,7 @@ def make_model(kind: str, folder: Path) -> None:
         if kind == "dense":
             model: Any = Qwen3ForCausalLM(Qwen3Config(**shape))
         else:
-            experts = {"num_experts": 32 if GPU else 4, "num_experts_per_tok": 4 if GPU else 2}
+            experts: dict[str, Any] = {"num_experts": 32 if GPU else 4, "num_experts_per_tok": 4 if GPU else 2}
             config = Qwen3MoeConfig(
                 **shape, **experts, moe_intermediate_size=512 if GPU else 32, norm_topk_prob=True, mlp_only_layers=[]
             )
@@ -121,6 +121,7 @@ def run(name: str, folder: Path, rollouts: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=LAYOUTS)
+    parser.add_argument("--gpus", type=int, help="only the layouts of this many ranks; default: all that fit")
     parser.add_argument("--out", type=Path, help="keep models, logs and metrics here")
     parser.add_argument("--rollouts", type=int, default=3)
     arguments = parser.parse_args()
@@ -130,7 +131,10 @@ def main() -> None:
     prompts = (json.dumps({"input": f"{a}+{b}="}) + "\n" for a in range(10, 60) for b in range(10, 20))
     (folder / "prompts.jsonl").write_text("".join(prompts))
     ranks = torch.cuda.device_count() if GPU else 2
-    names = arguments.only or [name for name, (_, needed, _) in LAYOUTS.items() if needed <= ranks]
+    fitting = [name for name, (_, needed, _) in LAYOUTS.items() if needed <= ranks and arguments.gpus in (None, needed)]
+    names = arguments.only or fitting
+    if not names:
+        sys.exit(f"no layout has {arguments.gpus} ranks where {ranks} fit")
     results = []
     for kind in sorted({LAYOUTS[name][0] for name in names}):
         make_model(kind, folder / kind)

@@ -59,7 +59,8 @@ def make_model(folder: Path) -> Path:
         dtype="bfloat16",
     )
     with torch.device("cuda"):
-        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        model: Any = Qwen3ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
@@ -215,7 +216,8 @@ def main() -> int:
     try:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda").eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model = model.to("cuda").eval()
         engine = SGLangEngine(server.url, name="engine0", log_path=server.log_path, alive=server.alive)
         check = Check(engine, model, options.tp)
         asyncio.run(check.run())

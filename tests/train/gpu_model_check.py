@@ -166,7 +166,8 @@ def big_folder(base: Path, layers: int) -> Path:
         dtype="bfloat16",
     )
     with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+        model: Any = Qwen3ForCausalLM(config)
+    model = model.to(torch.bfloat16)
     count = sum(p.numel() for p in model.parameters())
     model.save_pretrained(base / "big")
     del model
@@ -307,7 +308,7 @@ def big_model(base: Path, layers: int) -> None:
     del run
     forget_layout()
     torch.cuda.empty_cache()
-    variants = {"moments on the host": {"optimizer_cpu_offload": True}, "full recompute": FULL}
+    variants: dict[str, dict[str, Any]] = {"moments on the host": {"optimizer_cpu_offload": True}, "full recompute": FULL}
     for name, parallel in variants.items():
         other = Big(folder, parallel)
         other.step(0)

@@ -1,4 +1,4 @@
-"""How well and how fast samples are packed, against two textbook methods in the same run.
+"""Measures how well and how fast samples are packed, against two textbook methods in the same run.
 
     python benchmarks/data_packing.py
 

@@ -135,7 +135,7 @@ def work(make: Callable[[str], Contender], path: str, rows: int, state_path: str
 
 
 def work_as_told(make: Callable[[str], Contender]) -> None:
-    """What the process of a contender does: its part of the benchmark, from the command line to standard output."""
+    """Runs the process of a contender: its part of the benchmark, from the command line to standard output."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--path", required=True)
     parser.add_argument("--rows", type=int, required=True)

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, and the share that is none of generate, log-probs and train.
+"""Measures where the time of a training step goes, and the share that is none of generate, log-probs and train.
 
     uv run python benchmarks/loop_step_time.py                    # the arithmetic example, 12 steps
     uv run python benchmarks/loop_step_time.py --steps 5 -- ...   # the options of another run after `--`

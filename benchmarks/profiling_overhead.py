@@ -1,4 +1,4 @@
-"""What the training profiler costs: outside its window, and inside it beside torch.profiler alone.
+"""Measures the cost of the training profiler: outside its window, and inside it beside torch.profiler alone.
 
     python benchmarks/profiling_overhead.py [--steps 30] [--width 32]
 

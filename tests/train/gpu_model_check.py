@@ -308,7 +308,10 @@ def big_model(base: Path, layers: int) -> None:
     del run
     forget_layout()
     torch.cuda.empty_cache()
-    variants: dict[str, dict[str, Any]] = {"moments on the host": {"optimizer_cpu_offload": True}, "full recompute": FULL}
+    variants: dict[str, dict[str, Any]] = {
+        "moments on the host": {"optimizer_cpu_offload": True},
+        "full recompute": FULL,
+    }
     for name, parallel in variants.items():
         other = Big(folder, parallel)
         other.step(0)

@@ -30,7 +30,7 @@ def _without_master(settings: Any, master: str, given: frozenset[str]) -> list[s
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGLangProfileSettings:
-    """What is recorded of the rollout engines, and in which rollouts (absolute ids)."""
+    """Recording of the rollout engines: what, and in which rollouts (absolute ids)."""
 
     TITLE: ClassVar[str] = "SGLang profiling"
 
@@ -83,7 +83,7 @@ class SGLangProfileSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainProfileSettings:
-    """What torch.profiler records of the training steps, and in which (offsets of this launch)."""
+    """Recording of training steps with torch.profiler: what, and in which (offsets of this launch)."""
 
     TITLE: ClassVar[str] = "Training profiling"
 
@@ -118,7 +118,7 @@ class TrainProfileSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryProfileSettings:
-    """Who records allocations, and when they are written."""
+    """Recording of allocations: by which recorder, and when it is written."""
 
     TITLE: ClassVar[str] = "Memory profiling"
 

@@ -28,7 +28,7 @@ from relax_data.errors import DataError
 from relax_data.types import Prompt
 
 Features = dict[str, np.ndarray]
-"""What a processor makes of one sample: ``input_ids``, ``pixel_values``, ..., as numpy arrays."""
+"""The output of a processor for one sample: ``input_ids``, ``pixel_values``, ..., as numpy arrays."""
 
 _START_SECONDS = 120.0
 _STOP_SECONDS = 5.0

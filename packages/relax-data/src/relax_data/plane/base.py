@@ -1,4 +1,4 @@
-"""What rollout and trainers exchange: rows with columns that become ready at different times.
+"""The exchange between rollout and trainers: rows with columns that become ready at different times.
 
 A producer puts rows with some columns, others add columns later, and a consumer takes rows once the columns it asks for
 are there. Each row goes to each consumer once; all ranks of one consumer share its name. A row stays until it is
@@ -120,7 +120,7 @@ def check_take(columns: Sequence[str], n: int, timeout: float) -> None:
 
 
 def waiting_for(consumer: str, columns: Sequence[str], n: int, timeout: float, ready: int, lacking: int) -> str:
-    """What the timeout of a ``take`` says."""
+    """The message of a ``take`` that timed out."""
     return (
         f"consumer {consumer!r} waited {timeout:.0f} s for {n} rows with columns {', '.join(columns)}: "
         f"{ready} are ready, {lacking} more lack some of these columns"

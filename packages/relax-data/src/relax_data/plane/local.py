@@ -34,6 +34,7 @@ class LocalPlane:
         self._failure: str | None = None
 
     def put(self, columns: Columns) -> list[int]:
+        """Adds rows under the lock; returns their ids, which rise."""
         n = row_count(columns)
         with self._changed:
             self._check_failure()
@@ -47,6 +48,7 @@ class LocalPlane:
         return ids
 
     def add(self, ids: Sequence[int], columns: Columns) -> None:
+        """Adds columns to rows that are there."""
         if row_count(columns) != len(ids):
             raise ValueError(f"{len(ids)} ids but {row_count(columns)} values a column")
         with self._changed:
@@ -58,6 +60,7 @@ class LocalPlane:
             self._changed.notify_all()
 
     def take(self, consumer: str, columns: Sequence[str], n: int, *, timeout: float) -> Rows:
+        """Waits until enough rows have all of ``columns``; see :meth:`DataPlane.take`."""
         check_take(columns, n, timeout)
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -78,6 +81,7 @@ class LocalPlane:
                 self._changed.wait(remaining)
 
     def clear(self, ids: Sequence[int]) -> None:
+        """Forgets rows, and that they were taken."""
         with self._changed:
             for i in ids:
                 self._rows.pop(i, None)
@@ -87,16 +91,19 @@ class LocalPlane:
             self._changed.notify_all()
 
     def close(self) -> None:
+        """Refuses further rows and wakes all consumers."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
+        """Keeps the first reason and wakes all consumers with it."""
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()
 
     def save(self, path: str | Path) -> None:
+        """Writes all rows with pickle, to a temporary file that is then renamed."""
         with self._changed:
             state = {"rows": self._rows, "next_id": self._next_id, "closed": self._closed}
             data = pickle.dumps(state, protocol=5)
@@ -104,6 +111,7 @@ class LocalPlane:
             temporary.write_bytes(data)
 
     def load(self, path: str | Path) -> None:
+        """Replaces all rows by those of :meth:`save`, none of them taken."""
         state = pickle.loads(Path(path).read_bytes())
         with self._changed:
             self._rows, self._next_id, self._closed = state["rows"], state["next_id"], state["closed"]

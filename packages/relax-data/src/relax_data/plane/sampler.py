@@ -15,6 +15,7 @@ class OldestFirst(BaseSampler):
     def sample(
         self, ready_indexes: list[int], batch_size: int, *args: Any, partition: Any, **kwargs: Any
     ) -> tuple[list[int], list[int]]:
+        """Picks the ``batch_size`` oldest of the ready rows; returns them as taken and as consumed."""
         keys = partition.revert_keys_mapping
         oldest = sorted(ready_indexes, key=lambda index: int(keys[index]))[:batch_size]
         return oldest, oldest

@@ -65,6 +65,7 @@ class TransferQueuePlane:
         self._counter = itertools.count()
 
     def put(self, columns: Columns) -> list[int]:
+        """Writes rows to the storage units; returns their ids, which rise."""
         n = row_count(columns)
         if "closed" in self._signals():
             raise PlaneClosed("the plane was closed: no more rows can be put")
@@ -78,6 +79,7 @@ class TransferQueuePlane:
         return time.time_ns() << 64 | self._writer << 32 | (next(self._counter) & 0xFFFFFFFF)
 
     def add(self, ids: Sequence[int], columns: Columns) -> None:
+        """Writes columns of rows that are there."""
         if row_count(columns) != len(ids):
             raise ValueError(f"{len(ids)} ids but {row_count(columns)} values a column")
         self._signals()
@@ -85,6 +87,7 @@ class TransferQueuePlane:
             self._write(list(ids), columns, create=False)
 
     def take(self, consumer: str, columns: Sequence[str], n: int, *, timeout: float) -> Rows:
+        """Asks until enough rows have all of ``columns``; see :meth:`DataPlane.take`."""
         check_take(columns, n, timeout)
         deadline = time.monotonic() + timeout
         pause, longest = _POLL_SECONDS
@@ -105,6 +108,7 @@ class TransferQueuePlane:
             pause = min(longest, 1.5 * pause)
 
     def clear(self, ids: Sequence[int]) -> None:
+        """Forgets rows in all storage units."""
         if not ids:
             return
         meta = self._call("clear", self._client.async_kv_retrieve_meta(_keys(ids), self._partition, create=False))
@@ -112,9 +116,11 @@ class TransferQueuePlane:
             self._call("clear", self._client.async_clear_samples(meta))
 
     def close(self) -> None:
+        """Tells every process of the plane that no more rows come."""
         self._signal("closed", "")
 
     def fail(self, reason: str) -> None:
+        """Tells every process of the plane why it ended."""
         self._signal("failed", reason)
 
     def save(self, path: str | Path) -> None:

@@ -62,7 +62,7 @@ class EpochPlan:
         return window * self._buffer_size, min((window + 1) * self._buffer_size, self.count)
 
     def pieces(self, window: int) -> list[Piece]:
-        """What must be read for a window: its stream rows, piece by piece, ``first`` counted from its start."""
+        """The reads that a window needs: its stream rows, piece by piece, ``first`` counted from its start."""
         begin, end = self.bounds(window)
         at = int(np.searchsorted(self._firsts, begin, side="right")) - 1
         found = []

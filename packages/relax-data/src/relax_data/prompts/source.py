@@ -24,7 +24,7 @@ _READ_ROWS = 1024
 
 
 class PromptSource(Protocol):
-    """Where the rollout takes its prompts from."""
+    """Gives the rollout its prompts, in an order that can be resumed."""
 
     @property
     def drops(self) -> Drops:
@@ -103,12 +103,14 @@ class MemoryPromptSource:
 
     @property
     def drops(self) -> Drops:
+        """Rows that became no prompt, with reasons."""
         return self._builder.drops
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def next(self, n: int) -> list[Prompt]:
+        """The next ``n`` prompts; fewer only at the end of the last epoch."""
         taken: list[Prompt] = []
         while len(taken) < n and (self._num_epoch is None or self._epoch < self._num_epoch):
             stored = self._prompts[self._order()[self._position]]
@@ -134,6 +136,7 @@ class MemoryPromptSource:
         return self._order_of[1]
 
     def state_dict(self) -> dict[str, Any]:
+        """The place in the order, and what the order depends on."""
         return {
             "kind": "memory",
             "files": self._files.state(),
@@ -146,6 +149,7 @@ class MemoryPromptSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to the place of :meth:`state_dict`; :class:`DataError` when data or order differ."""
         check_kind(state, "memory")
         self._files.check(state["files"])
         check_same_order(state, self._settings)
@@ -171,6 +175,7 @@ class FileSet:
         self._prints = list(prints)
 
     def state(self) -> dict[str, Any]:
+        """Number and hash of the fingerprints, and each of them where they are few."""
         text = json.dumps(self._prints, sort_keys=True)
         return {
             "count": len(self._prints),

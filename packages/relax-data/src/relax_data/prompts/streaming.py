@@ -177,12 +177,14 @@ class StreamingPromptSource:
 
     @property
     def drops(self) -> Drops:
+        """Rows that became no prompt, with reasons."""
         return self._builder.drops
 
     def __len__(self) -> int:
         raise TypeError("a streaming source knows how many prompts pass its filters only after an epoch")
 
     def next(self, n: int) -> list[Prompt]:
+        """The next ``n`` prompts; fewer only at the end of the last epoch. One that raises takes none."""
         before = (self._position, self._prompt_id, self._found_in_epoch)
         try:
             return self._next(n)
@@ -233,6 +235,7 @@ class StreamingPromptSource:
             self._found_in_epoch = 0
 
     def state_dict(self) -> dict[str, Any]:
+        """The position in the stream, and what the order depends on."""
         return {
             "kind": "stream",
             **self._rows.state(),
@@ -243,6 +246,7 @@ class StreamingPromptSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to the position of :meth:`state_dict`; :class:`DataError` when data or order differ."""
         check_kind(state, "stream")
         check_same_order(state, self._settings)
         self._rows.check(state)

@@ -1,4 +1,4 @@
-"""What is worth keeping between runs: line indexes and unpacked copies, each tied to the file it was made from.
+"""Files kept between runs: line indexes and unpacked copies, each tied to the file it was made from.
 
 The folder is ``$RELAX_CACHE_DIR``, else ``$XDG_CACHE_HOME/relax``, else ``~/.cache/relax``. Everything in it can be
 deleted at any time; a folder that cannot be written costs a new scan at each start.
@@ -51,7 +51,7 @@ def fingerprint(path: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class SparseIndex:
-    """Where every few lines of a file begin.
+    """The offsets of every few lines of a file.
 
     Attributes:
         rows: int64 ``[k + 1]``, first row of each entry; the last one is the number of rows.

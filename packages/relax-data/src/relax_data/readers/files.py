@@ -32,6 +32,7 @@ class FileSlice:
 
     @property
     def is_hub(self) -> bool:
+        """Whether the path is an ``hf://`` address."""
         return self.path.startswith(HUB)
 
     def bounds(self, rows: int) -> tuple[int, int]:

@@ -39,10 +39,12 @@ class HubRows:
         self.units = np.unique(np.append(np.arange(0, self.count, _UNIT_ROWS), self.count)).astype(np.int64)
 
     def fingerprint(self) -> dict[str, Any]:
+        """Changes when the data set does: its name, its rows, the library's own hash."""
         # The library's own hash covers the files and every step that led to this table.
         return {"name": self.name, "size": self.count, "ends": str(self._data._fingerprint)}
 
     def read(self, start: int, stop: int) -> "_HubBlock":
+        """Rows ``start`` to ``stop``, out of the mapped table."""
         return _HubBlock(self._data[start:stop])
 
     def close(self) -> None:

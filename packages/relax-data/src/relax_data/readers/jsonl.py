@@ -29,9 +29,11 @@ class JsonlRows:
         self._file = open(self._data, "rb", buffering=0)  # noqa: SIM115 (closed by close)
 
     def fingerprint(self) -> dict[str, Any]:
+        """Changes when the file does: its size, its first and its last bytes."""
         return fingerprint(self.name)
 
     def read(self, start: int, stop: int) -> "_JsonlBlock":
+        """Rows ``start`` to ``stop``, as one read of the file."""
         first = int(np.searchsorted(self.units, start, side="right")) - 1
         last = int(np.searchsorted(self.units, stop, side="left"))
         begin, end = int(self._index.offsets[first]), int(self._index.offsets[last])
@@ -43,6 +45,7 @@ class JsonlRows:
         return _JsonlBlock(self.name, start, lines[skip : skip + stop - start])
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
 

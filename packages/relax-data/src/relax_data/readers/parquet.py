@@ -38,9 +38,11 @@ class ParquetRows:
         self._cursors: dict[int, _Cursor] = {}
 
     def fingerprint(self) -> dict[str, Any]:
+        """Changes when the file does: its size, its first and its last bytes."""
         return fingerprint(self.name)
 
     def read(self, start: int, stop: int) -> "_ArrowBlock":
+        """Rows ``start`` to ``stop``; reading on from the last call decodes nothing twice."""
         parts: list[pa.RecordBatch] = []
         first = start
         group = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -68,6 +70,7 @@ class ParquetRows:
         return cursor
 
     def close(self) -> None:
+        """Closes the file and forgets where readers stood."""
         self._cursors.clear()
         self._file.close()
 

@@ -1,4 +1,4 @@
-"""Where the time of one device goes, and why it is idle.
+"""Breaks down the time of one device, and its idle time by cause.
 
 The shares of compute and idle time are those of HolisticTraceAnalysis' temporal breakdown: over the span from the first
 to the last activity of the device.

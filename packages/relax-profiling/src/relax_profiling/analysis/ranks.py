@@ -1,4 +1,4 @@
-"""Which rank the others wait for: the collectives of several ranks, matched one by one."""
+"""Finds the rank that the others wait for: the collectives of several ranks, matched one by one."""
 
 import dataclasses
 import statistics
@@ -49,7 +49,7 @@ def _keyed(trace: Trace) -> dict[Key, Collective]:
 
 
 def clock_offsets(traces: Mapping[str, Trace]) -> dict[str, float]:
-    """How far each rank's clock is ahead of the first one's, in microseconds; 0 where collectives do not tell.
+    """Microseconds by which each rank's clock is ahead of the first one's; 0 where collectives do not tell.
 
     A rank that shares no group with the first is told by a third one: with tensor and data parallelism no group may
     hold all ranks.

@@ -1,4 +1,4 @@
-"""Which memory recorders there are: allocations of the GPU (torch) or of the host (memray). Needs neither of both.
+"""The table of memory recorders: allocations of the GPU (torch) or of the host (memray). Needs neither of both.
 
 A further recorder is one file with a class like those two, and one line in :data:`RECORDERS`: the choices of
 ``--memory-recorder`` are the keys of that table.
@@ -42,7 +42,7 @@ class RecorderBuilder(Protocol):
         ...
 
     def missing(self) -> str | None:
-        """What the recorder lacks on this host and how to get it (``needs the package x: ...``); None: nothing."""
+        """The end of an error message, ``needs the package x: pip install x``; None when nothing is missing."""
         ...
 
 

@@ -34,10 +34,11 @@ class MemrayRecorder:
 
     @staticmethod
     def missing() -> str | None:
-        """The package memray, where it is not installed (it is not imported)."""
+        """The command that installs memray, where it is not installed (it is not imported)."""
         return None if importlib.util.find_spec("memray") else _MISSING
 
     def start(self) -> None:
+        """Opens the file and records; a process that memray records already is a warning."""
         if self._tracker is not None:
             return
         try:
@@ -72,6 +73,7 @@ class MemrayRecorder:
         return path
 
     def close(self) -> None:
+        """Ends the recording and completes the file."""
         if self._tracker is not None:
             tracker, self._tracker = self._tracker, None
             tracker.__exit__(None, None, None)

@@ -33,10 +33,11 @@ class TorchRecorder:
 
     @staticmethod
     def missing() -> str | None:
-        """Nothing: a training process that is worth recording has torch, and a host without a GPU is a warning."""
+        """None: a process that trains has torch, and a host without a GPU is a warning of :meth:`start`."""
         return None
 
     def start(self) -> None:
+        """Switches on torch's history of allocations; a host without a GPU is a warning."""
         import torch
 
         if not torch.cuda.is_available():
@@ -55,9 +56,11 @@ class TorchRecorder:
         self._recording = True
 
     def dump(self) -> Path | None:
+        """Writes a snapshot; None when nothing is recorded."""
         return self._write(self._suffix) if self._recording else None
 
     def close(self) -> None:
+        """Switches the history off."""
         if self._recording and self._memory is not None:
             self._recording = False
             self._memory._record_memory_history(enabled=None)

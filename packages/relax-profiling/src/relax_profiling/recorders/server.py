@@ -40,7 +40,7 @@ class ProfileServer:
         self._call("POST", "/stop_profile", None, timeout)
 
     def expected_files(self, timeout: float) -> int:
-        """How many scheduler processes write a trace each: tensor x pipeline (x data) parallel ranks."""
+        """Number of scheduler processes that write a trace each: tensor x pipeline (x data) parallel ranks."""
         try:
             answer = self._call("GET", "/server_info", None, timeout)
         except ServerRefused:

@@ -38,7 +38,7 @@ _POLL_SECONDS = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class EngineTraces:
-    """What one engine left of one rollout: its files, and in words what went wrong."""
+    """The traces that one engine left of one rollout: its files, and in words what went wrong."""
 
     engine: str
     url: str

@@ -1,4 +1,4 @@
-"""Where traces lie and how they are named. No file is ever written twice under the same name. Needs no torch.
+"""Folders and names of traces. No file is ever written twice under the same name. Needs no torch.
 
 ::
 
@@ -53,14 +53,17 @@ class TraceLayout:
     root: Path
 
     def rollout(self, rollout_id: int) -> Path:
+        """The folder of the traces of one rollout, by its absolute id."""
         return self.root / SGLANG_DIR / f"rollout_{rollout_id}"
 
     @property
     def train(self) -> Path:
+        """The folder of the training traces."""
         return self.root / TRAIN_DIR
 
     @property
     def memory(self) -> Path:
+        """The folder of the memory recordings."""
         return self.root / MEMORY_DIR
 
 
@@ -131,6 +134,7 @@ class StagingFolder:
 
     @property
     def prefix(self) -> str:
+        """``engine0-1713780123``, the beginning of the names that its files get."""
         return f"engine{self.engine}-{self.stamp}"
 
 

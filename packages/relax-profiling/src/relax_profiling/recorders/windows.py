@@ -1,4 +1,4 @@
-"""Which steps are profiled, on which of two clocks. Needs no torch.
+"""Windows of profiled steps, on which of two clocks. Needs no torch.
 
 A rollout id is absolute and goes on across resume; a launch offset is 0 for the first training step of this launch,
 whatever was resumed. They are distinct types, so that a window on one clock cannot be asked about the other.
@@ -60,7 +60,7 @@ class StepWindow(Generic[ClockT]):
 
 
 def window_problem(first: int | None, last: int | None, steps: Iterable[int] | None = None) -> str | None:
-    """What is wrong with the bounds of a window, or None. All bounds are inclusive."""
+    """The fault in the bounds of a window, or None. All bounds are inclusive."""
     if steps is not None:
         steps = list(steps)
         if not steps:

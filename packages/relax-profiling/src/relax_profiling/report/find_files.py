@@ -72,7 +72,7 @@ def _find_under(root: Path, found: list[FoundFile], problems: list[str]) -> None
 
 
 def describe(path: Path) -> FoundFile | None:
-    """What a file is, by its name; None for a file that is none of ours."""
+    """The role of a file, by its name; None for a file that is none of ours."""
     name = path.name
     stamp_found = _STAMP.search(name)
     stamp = int(stamp_found.group(1)) if stamp_found else 0

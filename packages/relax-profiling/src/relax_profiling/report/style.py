@@ -58,8 +58,10 @@ def text(value: object) -> str:
 
 
 def table(head: Iterable[tuple[str, bool]], rows: Iterable[Iterable[object]]) -> str:
-    """A table; ``head`` holds (title, is a number) for each column. Cells are escaped; empty
-    columns are left out."""
+    """A table; ``head`` holds (title, is a number) for each column.
+
+    Cells are escaped; empty columns are left out.
+    """
     columns = list(head)
     cells_of = [list(row) for row in rows]
     # A column that is empty throughout only takes room.

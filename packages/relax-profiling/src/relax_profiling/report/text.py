@@ -35,6 +35,7 @@ def trace_title(t: TraceReport) -> str:
 
 
 def milliseconds(us: float) -> str:
+    """Microseconds in the unit that suits them, milliseconds or seconds."""
     return f"{us / 1000:.2f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
 
 

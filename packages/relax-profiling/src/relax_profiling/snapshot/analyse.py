@@ -1,4 +1,4 @@
-"""What a torch memory snapshot says: the peak and who holds it, what is held at the end, what an OOM met."""
+"""Analyses a torch memory snapshot: the peak and who holds it, what is held at the end, what an OOM met."""
 
 import dataclasses
 from collections.abc import Iterable

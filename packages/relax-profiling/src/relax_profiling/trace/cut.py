@@ -11,7 +11,11 @@ from relax_profiling.trace.reader import Event, TraceReader, event_text
 
 
 class Writable(Protocol):
-    def write(self, data: bytes, /) -> int: ...
+    """A file or a compressor, open for bytes."""
+
+    def write(self, data: bytes, /) -> int:
+        """Writes all of ``data``."""
+        ...
 
 
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})

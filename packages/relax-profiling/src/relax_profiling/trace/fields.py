@@ -12,7 +12,7 @@ from relax_profiling.trace.reader import Event
 
 
 class Arguments(msgspec.Struct, gc=False):
-    """What is read of an event's ``args``; shapes and types stay text until an operator needs them."""
+    """The part of an event's ``args`` that is read; shapes and types stay text until an operator needs them."""
 
     correlation: Any = None
     device: Any = None
@@ -33,7 +33,7 @@ NO_ARGUMENTS = Arguments()
 
 
 class Fields(msgspec.Struct, gc=False):
-    """What is read of an event. Times in microseconds; one without a time has NaN."""
+    """The part of an event that is read. Times in microseconds; one without a time has NaN."""
 
     name: str = ""
     ts: float = float("nan")

@@ -74,6 +74,7 @@ class GpuColumns:
         return len(self.start)
 
     def sort(self) -> None:
+        """Orders all columns by the start of the activity."""
         order = sorted(range(len(self.start)), key=self.start.__getitem__)
         self.start = array("d", [self.start[i] for i in order])
         self.end = array("d", [self.end[i] for i in order])
@@ -138,6 +139,7 @@ class Trace:
 
     @property
     def gpu_name(self) -> str | None:
+        """Name of the first GPU (``NVIDIA H200``); None when the trace has none."""
         devices = self.meta.get("deviceProperties")
         if isinstance(devices, list) and devices and isinstance(devices[0], dict):
             return str(devices[0].get("name", "")) or None
@@ -145,10 +147,11 @@ class Trace:
 
     @property
     def has_shapes(self) -> bool:
+        """Whether input shapes were recorded."""
         return bool(self.meta.get("record_shapes") or self.meta.get("with_flops"))
 
     def clock_and_collectives(self) -> "Trace":
-        """What comparing several traces needs, so that the rest need not be kept."""
+        """The part that comparing several traces needs, so that the rest need not be kept."""
         slim = Trace(self.path)
         slim.meta = {"baseTimeNanoseconds": self.meta.get("baseTimeNanoseconds", 0)}
         slim.problems, slim.collectives = self.problems, self.collectives
@@ -156,6 +159,7 @@ class Trace:
         return slim
 
     def name_id(self, name: str) -> int:
+        """The number that stands for a name in the columns; a new name gets the next one."""
         known = self._name_ids.get(name)
         if known is None:
             if not name:

@@ -46,10 +46,12 @@ class Problem:
 
     @property
     def prompt(self) -> str:
+        """``3+4=``."""
         return f"{self.a}{self.op}{self.b}="
 
     @property
     def answer(self) -> int:
+        """The one right answer."""
         return self.a + self.b if self.op == "+" else self.a - self.b
 
 
@@ -125,10 +127,16 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
 
 def encode(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[Problem, int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels (-100 outside the answer and its end), both int64 [n, longest]."""
+
+    def ids_of(words: list[str]) -> list[int]:
+        found = tokenizer.convert_tokens_to_ids(words)
+        assert isinstance(found, list), "a list of words has a list of ids"
+        return found
+
     rows, labels = [], []
     for problem, answer in pairs:
-        prompt = tokenizer.convert_tokens_to_ids(["<user>", *problem.prompt, "<assistant>"])
-        response = tokenizer.convert_tokens_to_ids([*str(answer), "<eos>"])
+        prompt = ids_of(["<user>", *problem.prompt, "<assistant>"])
+        response = ids_of([*str(answer), "<eos>"])
         rows.append(prompt + response)
         labels.append([-100] * len(prompt) + response)
     longest = max(map(len, rows))
@@ -160,7 +168,7 @@ class Muon(torch.optim.Optimizer):
 def orthogonalise(matrix: torch.Tensor, iterations: int = 5) -> torch.Tensor:
     """The matrix [m, n] with all its singular values moved close to 1, by a quintic Newton-Schulz iteration."""
     tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
+    x: torch.Tensor = matrix.T if tall else matrix
     x = x / (x.norm() + 1e-7)
     for _ in range(iterations):
         gram = x @ x.T

@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
+from relax_cli.cluster import waits
 from relax_cli.cluster.ray_cluster import connected
-from relax_cli.cluster.waits import Heartbeat, StopFlag, StopRequested, wait_for
+from relax_cli.cluster.waits import Heartbeat, StopFlag, StopRequested
 from relax_cli.run.launch import explanation
+
+wait_for: Any = waits.wait_for
+"""References of the Ray of this file are functions, which no type says."""
 
 
 class Clock:

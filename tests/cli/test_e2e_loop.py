@@ -45,7 +45,6 @@ def weights(folder: Path) -> dict[str, Any]:
 
 def test_ten_steps_equal_five_a_kill_and_five(task: Any, relax: Callable[..., Any], tmp_path: Path) -> None:
     """Invariants 1 and 6 over a real run, and everything a run writes."""
-
     (tmp_path / "my_reward.py").write_text(REWARD)
     held = tmp_path / "held"
     held.touch()

@@ -46,7 +46,8 @@ def fail() -> None:
 
 
 def test_one_failure_is_told_and_tried_again(ray_init: Callable[..., list[dict[str, Any]]]) -> None:
-    calls, told = ray_init(fail, lambda: None), []
+    calls = ray_init(fail, lambda: None)
+    told: list[str] = []
     with connected(None, min_cpus=1, note=told.append):
         pass
     assert len(calls) == 2

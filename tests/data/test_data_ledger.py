@@ -215,7 +215,9 @@ class Run:
                 if not new:
                     break
             done = running.pop(self.rng.randrange(len(running)))
-            finish(self.ledger.group(done))
+            group = self.ledger.group(done)
+            assert group is not None
+            finish(group)
             self.step()
             if self.rng.random() < 0.2:
                 self.ledger.drop([done], self.rng.choice(["all rewards equal", "generation failed"]))

@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from relax_data.errors import DataError
-from relax_data.multimodal.processor import Features, ProcessorCrashed, ProcessorPool, _Threads, load_processor
+from relax_data.multimodal.processor import (
+    Features,
+    ProcessorCrashed,
+    ProcessorPool,
+    _Processes,
+    _Threads,
+    load_processor,
+)
 from relax_data.types import Prompt
 
 
@@ -116,6 +123,7 @@ def test_a_crashed_process_is_restarted_once_then_the_sample_is_named(fake: Any,
 @pytest.mark.slow
 def test_a_process_that_hangs_is_ended_and_named(fake: Any) -> None:
     with ProcessorPool(fake.LoadFake(), size=1) as pool:
+        assert isinstance(pool._workers, _Processes)
         patience, pool._workers._timeout = pool._workers._timeout, 1.0
         hanging = order(pool, "hang", "f.jsonl:5")
         with pytest.raises(ProcessorCrashed, match=r"f.jsonl:5: no answer .* within 1 s"):

@@ -1,5 +1,6 @@
 """The supervisor ends a whole tree of real processes, whatever happens to the owner. Without SGLang here: quick."""
 
+import functools
 import mmap
 import os
 import shutil
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -49,6 +50,10 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> No
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
         time.sleep(0.05)
+
+
+def none_runs(processes: Iterable[psutil.Process]) -> bool:
+    return not any(map(running, processes))
 
 
 def running(process: psutil.Process) -> bool:
@@ -104,7 +109,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[], tuple[subprocess.Popen[bytes]
         below = psutil.Process(owner.pid).children(recursive=True) if owner.poll() is None else []
         owner.kill()
         owner.wait(timeout=300)
-        until(lambda below=below: not any(map(running, below)), "what the test has left to end")
+        until(functools.partial(none_runs, below), "what the test has left to end")
 
 
 def test_kill_9_of_the_owner_ends_everything(start: Callable[[], tuple[subprocess.Popen[bytes], Tree]]) -> None:

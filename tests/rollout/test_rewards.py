@@ -292,12 +292,12 @@ class RewardServer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def reward_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    handler = type("Handler", (RewardServer,), {"calls": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    calls: list[dict[str, Any]] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (RewardServer,), {"calls": calls}))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", handler.calls
+        yield f"http://127.0.0.1:{server.server_port}", calls
     finally:
         server.shutdown()
         server.server_close()

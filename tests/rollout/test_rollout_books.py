@@ -65,7 +65,7 @@ def make_loop(make_engine: Any, length_reward: Any, tokenizer: Any, hooks: Calla
         return RolloutLoop(
             settings,
             engines=[engine],
-            source=Numbers(n),  # type: ignore[arg-type]
+            source=Numbers(n),
             reward=length_reward,
             tokenizer=tokenizer,
             **options,
@@ -185,7 +185,7 @@ class Schedule:
             self.books.state[group.prompt.prompt_id] = "assigned"
         return batch
 
-    async def act(self, rollout: RolloutContext, taken: dict[int, SampleGroup]) -> None:
+    async def act(self, rollout: RolloutContext, taken: dict[int, SampleGroup]) -> None:  # noqa: C901  # one branch an event
         books, out = self.books, [taken[i] for i in self.books.of("out")]
         match self.draw.choice(["take", "take", "ready", "sample", "finish", "keep", "keep", "drop", "save", "break"]):
             case "take":

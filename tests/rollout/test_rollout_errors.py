@@ -134,9 +134,8 @@ class AbortingEngine:
 
 
 async def test_engine_that_aborts_for_ever_is_an_error(make_source: Make, length_reward: Any, tokenizer: Any) -> None:
-    loop = RolloutLoop(
-        SETTINGS, engines=[AbortingEngine()], source=make_source(), reward=length_reward, tokenizer=tokenizer
-    )
+    engine: Any = AbortingEngine()
+    loop = RolloutLoop(SETTINGS, engines=[engine], source=make_source(), reward=length_reward, tokenizer=tokenizer)
     with pytest.raises(GenerationError, match=r"data.jsonl:1 response 0: an engine aborted its request 8 times"):
         await loop.generate(0, 0)
 
@@ -151,9 +150,10 @@ class SilentEngine(AbortingEngine):
 
 async def test_a_wait_reports_what_it_waits_for_and_ends(make_source: Make, length_reward: Any, tokenizer: Any) -> None:
     reports: list[RolloutProgress] = []
+    engine: Any = SilentEngine()
     loop = RolloutLoop(
         SETTINGS,
-        engines=[SilentEngine()],
+        engines=[engine],
         source=make_source(),
         reward=length_reward,
         tokenizer=tokenizer,

@@ -330,6 +330,7 @@ async def test_one_loop_in_several_event_loops(make_loop: Make) -> None:
     loop = make_loop(concurrency=1)
     seen = []
     for k in range(2):
-        result = await asyncio.to_thread(lambda k=k: asyncio.run(loop.generate(k, 0)))
+        # The task is made in the thread, on a loop of its own.
+        result = await asyncio.to_thread(lambda k: asyncio.run(loop.generate(k, 0)), k)
         seen += prompt_ids(result.groups)
     assert seen == list(range(8))

@@ -32,8 +32,10 @@ def exact_match() -> Any:
 async def run_with_kills(
     make_loop: Callable[[int], RolloutLoop], kills: list[int | None]
 ) -> tuple[list[int], dict[int, str], int]:
-    """Rollouts until the source is used up. Before each, the state is stored; ``kills`` says after how many turns of
-    the event loop the next one is killed (None: not at all), after which a new loop goes on from the stored state.
+    """Rollouts until the source is used up.
+
+    Before each, the state is stored; ``kills`` says after how many turns of the event loop the next one is killed
+    (None: not at all), after which a new loop goes on from the stored state.
 
     Returns:
         Ordinals in the order returned, reason by prompt_id of the dropped ones, number of kills that hit a rollout.

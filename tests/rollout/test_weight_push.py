@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import tracemalloc
 import weakref
@@ -114,7 +115,7 @@ async def test_a_push_holds_two_buckets_whatever_their_number(engines: int) -> N
 )
 async def test_a_failed_push_lets_go_of_all_its_memory(fault: dict[str, int], says: str, arrived: int) -> None:
     memory = Memory()
-    async with SGLangDouble(on_update=memory.look, **fault).serving() as server:  # type: ignore[arg-type]
+    async with SGLangDouble(on_update=memory.look, **fault).serving() as server:
         with memory.watching():
             with pytest.raises(WeightPushFailed, match=says) as caught:
                 await push(server, memory.buckets())
@@ -241,9 +242,13 @@ def test_a_transport_is_a_name_in_the_table(monkeypatch: pytest.MonkeyPatch) -> 
         make_transport([address], name="pigeon", **options)  # type: ignore[arg-type]
 
 
+def the_name(name: str, setup: TransportSetup) -> str:
+    return name
+
+
 def test_the_device_decides_which_transport_a_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in TRANSPORTS:
-        monkeypatch.setitem(TRANSPORTS, name, lambda setup, name=name: name)
-    options = {"rank": 0, "world_size": 1, "gpus_per_engine": 1}
-    assert make_transport([], device="cpu", **options) == "value"  # type: ignore[arg-type]
-    assert make_transport([], device="cuda", **options) == "ipc"  # type: ignore[arg-type]
+        monkeypatch.setitem(TRANSPORTS, name, functools.partial(the_name, name))
+    options: dict[str, Any] = {"rank": 0, "world_size": 1, "gpus_per_engine": 1}
+    assert make_transport([], device="cpu", **options) == "value"
+    assert make_transport([], device="cuda", **options) == "ipc"

@@ -39,7 +39,7 @@ def engine(refuses: int | None, queue: Any, stop: Any) -> None:
     """The process of an engine; puts its address, then what it read of each bucket."""
     from torch.multiprocessing import reductions
 
-    rebuild = reductions.rebuild_cuda_tensor
+    rebuild: Any = reductions.rebuild_cuda_tensor
     gpus = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
 
     def by_uuid(*arguments: Any) -> Any:

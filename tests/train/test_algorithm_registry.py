@@ -189,7 +189,7 @@ def test_what_an_estimator_of_the_user_returns_is_checked(own: str, function: st
 def loss_with(name: str) -> Any:
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
     columns = {"weights": [0.5, 0.5], "mask": [1, 1], "advantages": [2.0, -1.0], "rollout_log_probs": [-1, -2]}
-    tensors = {key: torch.tensor(column, dtype=torch.float32) for key, column in columns.items()}
+    tensors: dict[str, Any] = {key: torch.tensor(column, dtype=torch.float32) for key, column in columns.items()}
     old = torch.tensor([-2.0, -2.0])
     settings = AlgorithmSettings(loss_type=name)
     return policy_loss(log_probs, torch.zeros(2), old_log_probs=old, settings=settings, **tensors)[0].item()

@@ -181,8 +181,9 @@ def _offences(source: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare) and "model_type" in ast.unparse(node):
             yield ast.unparse(node)
-        named = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
-        if named and KNOWN.search(node.value):
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docs:
+            continue
+        if KNOWN.search(node.value):
             yield node.value
 
 

@@ -1,5 +1,7 @@
 """Samples to micro-batches: caps, alignment, padding, context-parallel parts."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -180,7 +182,7 @@ def test_a_sample_without_prompt_is_named() -> None:
         ({"num_steps_per_rollout": 4}, 2, [[0], [1]]),
     ],
 )
-def test_steps_of_a_rollout(flags: dict[str, int], n: int, expected: list[list[int]]) -> None:
+def test_steps_of_a_rollout(flags: dict[str, Any], n: int, expected: list[list[int]]) -> None:
     assert optimizer_steps(make_batch([(1, 1)] * n), BatchSettings(**flags)) == expected
 
 
@@ -206,6 +208,6 @@ def test_more_samples_than_a_rollout_has_are_refused() -> None:
         ({"num_steps_per_rollout": 2, "global_batch_size": 2}, "2 x --global-batch-size 2 = 4 samples.*has 6"),
     ],
 )
-def test_whole_rollouts_that_do_not_divide_show_the_arithmetic(flags: dict[str, int], message: str) -> None:
+def test_whole_rollouts_that_do_not_divide_show_the_arithmetic(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BatchSettings(**flags).samples_per_step(6)

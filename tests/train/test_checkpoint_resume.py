@@ -262,6 +262,11 @@ def test_a_save_needs_nothing_of_the_folder_of_start_weights(
     assert loaded.rollout_id == 0
 
 
+def _make_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
 def _edit_manifest(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
@@ -286,7 +291,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "manifest in parts": ("rollout_1/relax.json", lambda f: f.write_text('{"format": 1}'), "lacks dtype, extra"),
     "other rollout": ("rollout_1/relax.json", lambda f: _edit_manifest(f, rollout_id=7), "is of rollout 7"),
     "marker": ("latest", lambda f: f.write_bytes(b"\xff"), "cannot be read: .*write the name of a checkpoint"),
-    "marker a folder": ("latest", lambda f: (f.unlink(), f.mkdir()), "cannot be read: .*write the name"),
+    "marker a folder": ("latest", _make_folder, "cannot be read: .*write the name"),
     "marker of nothing": (
         "latest",
         lambda f: f.write_text("rollout_9"),

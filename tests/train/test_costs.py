@@ -34,7 +34,7 @@ def _shape(kind: str) -> Any:
     """Configurations of Qwen3-4B and Qwen3-30B-A3B."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
-    common = {"num_attention_heads": 32, "head_dim": 128, "vocab_size": 151936}
+    common: dict[str, Any] = {"num_attention_heads": 32, "head_dim": 128, "vocab_size": 151936}
     if kind == "dense":
         return Qwen3Config(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, **common)
     return Qwen3MoeConfig(
@@ -93,11 +93,11 @@ def test_ranks_are_evener_in_flops_than_by_tokens_and_the_cap_holds(
     assert slots_of_flops == slots
 
 
-def _experts_span(parallel: dict[str, Any]) -> tuple[bool, bool]:
+def _experts_span(sizes: dict[str, Any]) -> tuple[bool, bool]:
     import torch.distributed as dist
     from relax_train.backend.parallel import setup_parallel
 
-    parallel = setup_parallel(ParallelSettings(**parallel))
+    parallel = setup_parallel(ParallelSettings(**sizes))
     places: list[Any] = [None] * parallel.world_size
     dist.all_gather_object(places, parallel.dp_rank)
     met = {*dist.get_process_group_ranks(parallel.ep_group), *dist.get_process_group_ranks(parallel.etp_group)}

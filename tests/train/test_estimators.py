@@ -118,7 +118,7 @@ def test_the_baseline_form_takes_the_divergence_to_come_from_the_centred_reward(
     inputs = inputs_of([1.0, 0.0, 7.0, 5.0], [0, 0, 1, 0], MASKS, KL, kl_coef=2.0)
     raw = [[-1.5, -0.5, -0.5], [-4.0], [-1.0, -1.0], [2.0, 2.0, 2.5, 3.0]]
     trained = [-1.5, -0.5, -4.0, -1.0, -1.0, 2.0, 2.5]
-    mean, std = np.mean(trained), np.std(trained) + 1e-6
+    mean, std = float(np.mean(trained)), float(np.std(trained)) + 1e-6
     equal(estimators.reinforce_plus_plus_baseline(inputs), [[(x - mean) / std for x in row] for row in raw])
 
 

@@ -71,6 +71,8 @@ def test_the_gradient_of_a_likely_token_keeps_its_precision() -> None:
     half, wide = logits.clone().requires_grad_(), logits.double().requires_grad_()
     token_log_probs(half, labels)[0].sum().backward()
     naive(wide, labels, 1.0)[0].sum().backward()
+    assert half.grad is not None
+    assert wide.grad is not None
     torch.testing.assert_close(half.grad[:, 5].double(), wide.grad[:, 5], rtol=1e-2, atol=0)
 
 
@@ -82,6 +84,7 @@ def test_padding_of_the_vocabulary_takes_no_part() -> None:
     e_lp, e_h = naive(logits, labels, 1.0)
     torch.testing.assert_close(lp, e_lp)
     torch.testing.assert_close(h, e_h)
+    assert padded.grad is not None
     assert (padded.grad[:, 50:] == 0).all()
 
 
@@ -93,6 +96,7 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     e_lp, _ = naive(half.detach().double(), labels, 0.8)
     torch.testing.assert_close(lp.double(), e_lp, rtol=0, atol=2e-5)
     lp.sum().backward()
+    assert half.grad is not None
     assert half.grad.dtype == torch.bfloat16
 
 

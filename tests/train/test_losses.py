@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from relax_train.algorithms.losses import (
 from relax_train.settings.algorithm import AlgorithmSettings
 
 
-def columns(n: int = 40, seed: int = 0) -> dict[str, torch.Tensor]:
+def columns(n: int = 40, seed: int = 0) -> dict[str, Any]:
     """Random columns of ``n`` tokens in float64, far enough apart to be clipped on both sides."""
     g = torch.Generator().manual_seed(seed)
 
@@ -186,14 +187,14 @@ def test_weights_of_a_step_add_up_to_one() -> None:
 def test_cispo_by_hand() -> None:
     """Three tokens with ratios 2, 1 and 1/4, clipped to 1.3, 1 and 0.6; the fourth is masked."""
     old = torch.tensor([-1.0, -2.0, -0.5, -3.0], dtype=torch.float64)
-    log_probs = (old + torch.tensor([2.0, 1.0, 0.25, 5.0], dtype=torch.float64).log()).requires_grad_()
+    log_probs: Any = (old + torch.tensor([2.0, 1.0, 0.25, 5.0], dtype=torch.float64).log()).requires_grad_()
     column = {
         "weights": [0.5, 0.25, 0.25, 0.0],
         "mask": [1.0, 1.0, 1.0, 0.0],
         "advantages": [1.0, -2.0, -1.0, 9.0],
         "rollout_log_probs": old.tolist(),
     }
-    tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in column.items()}
+    tensors: dict[str, Any] = {name: torch.tensor(values, dtype=torch.float64) for name, values in column.items()}
     settings = AlgorithmSettings(loss_type="cispo", eps_clip=0.4, eps_clip_high=0.3)
     loss, sums = policy_loss(log_probs, torch.zeros(4), old_log_probs=old, settings=settings, **tensors)
     first, third = -1 + math.log(2), -0.5 - math.log(4)
@@ -242,7 +243,7 @@ LENGTHS = [9, 1, 14, 6, 10]
 """Tokens of the documents of :func:`columns`; the last one is not trained at all."""
 
 
-def response_columns(per_token: bool = False) -> tuple[dict[str, torch.Tensor], Documents]:
+def response_columns(per_token: bool = False) -> tuple[dict[str, Any], Documents]:
     """Columns of five responses with one advantage each, whose ratios lie on both sides of a narrow range."""
     c = columns()
     index = torch.repeat_interleave(torch.arange(5), torch.tensor(LENGTHS))
@@ -254,21 +255,21 @@ def response_columns(per_token: bool = False) -> tuple[dict[str, torch.Tensor], 
     return c, Documents(index, 5)
 
 
-def gspo_settings(**changes: object) -> AlgorithmSettings:
+def gspo_settings(**changes: Any) -> AlgorithmSettings:
     return AlgorithmSettings(**{"advantage_estimator": "gspo", "eps_clip": 0.05, "eps_clip_high": 0.06, **changes})
 
 
 def test_the_ratio_of_a_response_by_hand() -> None:
     """Two responses: log-ratios 0.2 and -0.6 (one more is masked), mean -0.2; and 0.3."""
     old = torch.full((4,), -1.0, dtype=torch.float64)
-    log_probs = (old + torch.tensor([0.2, -0.6, 5.0, 0.3], dtype=torch.float64)).requires_grad_()
+    log_probs: Any = (old + torch.tensor([0.2, -0.6, 5.0, 0.3], dtype=torch.float64)).requires_grad_()
     column = {
         "weights": [0.25, 0.25, 0.0, 0.5],
         "mask": [1.0, 1.0, 0.0, 1.0],
         "advantages": [2.0, 2.0, 2.0, 1.0],
         "rollout_log_probs": [-1.0] * 4,
     }
-    tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in column.items()}
+    tensors: dict[str, Any] = {name: torch.tensor(values, dtype=torch.float64) for name, values in column.items()}
     documents = Documents(torch.tensor([0, 0, 0, 1]), 2)
     loss, sums = policy_loss(
         log_probs, torch.zeros(4), old_log_probs=old, documents=documents, settings=gspo_settings(), **tensors

@@ -1,6 +1,7 @@
 """However samples are grouped into micro-batches and dealt to ranks, the gradient of a step is the same (float64)."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,15 @@ class TinyModel(torch.nn.Module):
         return torch.cat(means) @ self.output
 
 
+def flat_gradient(model: TinyModel) -> torch.Tensor:
+    """The gradients of all parameters, one behind the other; each must have one."""
+    found = []
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        found.append(parameter.grad.flatten())
+    return torch.cat(found)
+
+
 def step(
     model: TinyModel, batch: TrainBatch, groups: list[list[int]], settings: AlgorithmSettings
 ) -> tuple[torch.Tensor, dict[str, float]]:
@@ -100,14 +110,13 @@ def step(
         logits = model(row["tokens"][0], row["cu_seqlens"])
         log_probs, entropy = token_log_probs(logits, row["labels"], entropy_grad=True, overwrite_logits=True)
         documents = Documents(row["documents"], len(row["cu_seqlens"]) - 1)
-        loss, sums = policy_loss(
-            log_probs, entropy, documents=documents, settings=settings, **{name: row[name] for name in columns}
-        )
+        given: dict[str, Any] = {name: row[name] for name in columns}
+        loss, sums = policy_loss(log_probs, entropy, documents=documents, settings=settings, **given)
         loss.backward()
         for name, value in sums.items():
             combine = max if name.endswith("_max") else float.__add__
             totals[name] = combine(totals.get(name, 0.0), value.item())
-    return torch.cat([p.grad.flatten() for p in model.parameters()]), totals
+    return flat_gradient(model), totals
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -193,7 +202,7 @@ def test_dr_grpo_up_to_one_factor_of_the_step(batch: TrainBatch) -> None:
         objective = torch.minimum(ratio * a, ratio.clamp(0.1, 1e6) * a)
         total = total - (objective * torch.from_numpy(batch.loss_masks[i])).sum() / (N * fixed_length)
     total.backward()
-    dr_grpo = torch.cat([p.grad.flatten() for p in model.parameters()])
+    dr_grpo = flat_gradient(model)
     mean_length = sum(float(m.sum()) for m in batch.loss_masks) / N
     torch.testing.assert_close(got, dr_grpo * fixed_length / mean_length, rtol=0, atol=1e-9)
 
@@ -220,5 +229,5 @@ def test_the_mean_over_samples_is_written_out(batch: TrainBatch) -> None:
         token_loss = -torch.minimum(ratio * a, ratio.clamp(0.1, 1e6) * a)
         means.append((token_loss * mask).sum() / mask.sum())
     torch.stack(means).mean().backward()
-    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    expected = flat_gradient(model)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)

@@ -52,7 +52,7 @@ def _train(settings: s.TrainSettings) -> tuple[tuple[int, int], list[int], dict[
         rows = WatchedRows(BatchRows(batch))
         metrics = trainer.train(StepManifest.of(batch), rows, version=0)
         place = (trainer.parallel.dp_rank, trainer.parallel.tp_rank)
-        weights = {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket}
+        weights = {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket.items()}
     finally:
         trainer.close()
     return place, rows.asked, metrics, weights

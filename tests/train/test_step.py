@@ -381,7 +381,7 @@ def test_parameters_are_counted_once(reference: Any, run_ranks: RunRanks) -> Non
                 assert count == expected + 2 * padding
 
 
-def _count(folder: Path, parallel: dict[str, int]) -> int:
+def _count(folder: Path, parallel: dict[str, Any]) -> int:
     from relax_train.trainer import Trainer
 
     settings = s.TrainSettings(

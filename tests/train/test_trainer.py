@@ -13,7 +13,7 @@ from relax_train import settings as s
 from relax_train.models.hf_mapping import SafetensorsFolder
 
 TEMPERATURE = 0.7
-ADAM = {"lr": 2e-3, "adam_beta2": 0.95, "adam_eps": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
+ADAM: dict[str, Any] = {"lr": 2e-3, "adam_beta2": 0.95, "adam_eps": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
 PLAIN: dict[str, Any] = {"algorithm": {}, "batch": {}}
 EVERYTHING: dict[str, Any] = {
     "algorithm": {
@@ -174,7 +174,7 @@ class Oracle:
         sums = {"loss": 0.0, "grad_norm": 0.0, "kl_ref": 0.0, "clip_fraction": 0.0}
         for step in range(steps):
             samples = range(step * n // steps, (step + 1) * n // steps)
-            tokens = sum(masks[i].sum() for i in samples)
+            tokens = torch.stack([masks[i].sum() for i in samples]).sum()
             trained = sum(bool(masks[i].any()) for i in samples)
             self.optimizer.zero_grad()
             for i in samples:
@@ -223,7 +223,7 @@ def oracle(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return get
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "DP2": (2, {}),
     "TP2": (2, {"tensor_model_parallel_size": 2}),

@@ -110,7 +110,8 @@ def test_transformers_loads_what_is_exported(
     assert (out / "tokenizer_config.json").read_text() == "{}"
     assert (out / "model.safetensors.index.json").exists() == (shard < 1 << 20)
     assert all(p.stat().st_size <= shard + 10_000 for p in out.glob("*.safetensors"))
-    model, info = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    model, info = loaded
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     model.save_pretrained(tmp_path / "again")

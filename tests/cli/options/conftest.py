@@ -92,8 +92,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: Callable[[int], None]) -> Path:
-    """The current directory of a test: model folders ``small`` (complete), ``qwen3-4b`` and ``qwen3-30b-a3b`` (only
-    their published hyper-parameters), and ``prompts.jsonl``."""
+    """The current directory of a test.
+
+    It holds the model folders ``small`` (complete), ``qwen3-4b`` and ``qwen3-30b-a3b`` (only their published
+    hyper-parameters), and ``prompts.jsonl``.
+    """
     for name, config in (("small", SMALL), ("qwen3-4b", QWEN3_4B), ("qwen3-30b-a3b", QWEN3_30B_A3B)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))

@@ -136,8 +136,9 @@ SIZES = (
     "vocab_size",
 )
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4}
+ODD_SIZES: list[Any] = [0, -1, 10**30, "64", 6.4, True, [64], {}]
 ABSURD: list[tuple[dict[str, Any], str]] = [
-    *(({key: value}, f"{key} should be") for key in SIZES for value in (0, -1, 10**30, "64", 6.4, True, [64], {})),
+    *(({key: value}, f"{key} should be") for key in SIZES for value in ODD_SIZES),
     ({"hidden_size": 10**8, "num_hidden_layers": 10**8}, "sizes make a model of"),
     ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
     ({"max_position_embeddings": "x"}, "max_position_embeddings should be"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_words import changed
@@ -132,7 +133,9 @@ def test_what_somebody_may_want_is_right(workspace: Path, model: list[str], word
 
 def test_every_number_declares_its_least_value() -> None:
     """relax-profiling checks its own: its windows depend on two options each, and -1 is the whole rollout."""
-    known = {field.name: field.metadata.get("range") for cls in settings_classes() for field in dataclasses.fields(cls)}
+    known: dict[str, Any] = {
+        field.name: field.metadata.get("range") for cls in settings_classes() for field in dataclasses.fields(cls)
+    }
     numbers = {o.name for o in namespace().options.values() if o.kind.base in (int, float)}
     bare = {n for n in numbers if known[n] is None or (known[n].ge is None and known[n].gt is None)}
     assert bare == {

@@ -98,7 +98,7 @@ def _listed(values: Sequence[Any]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def option(
+def option(  # noqa: PLR0913  # one argument for each fact of an option
     default: Any = dataclasses.MISSING,
     help: str = "",
     *,

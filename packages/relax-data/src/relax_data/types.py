@@ -171,6 +171,7 @@ class SampleGroup:
 
     @property
     def finished(self) -> bool:
+        """True when the responses of all samples are whole."""
         return all(s.status.finished for s in self.samples)
 
     @property

@@ -101,6 +101,7 @@ class LoopLocal:
         self._value: Any = None
 
     def get(self) -> Any:
+        """The value of the running event loop; made when the loop asks for the first time."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._value = loop, self._make()

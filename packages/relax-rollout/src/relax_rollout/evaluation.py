@@ -26,7 +26,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
-async def evaluate(
+async def evaluate(  # noqa: PLR0913  # the parts of a rollout, by name
     engines: Sequence[Engine],
     datasets: Mapping[str, Sequence[Prompt]],
     reward: RewardFunction,

@@ -17,10 +17,12 @@ class PhaseTimer:
 
     @property
     def elapsed_s(self) -> float:
+        """Seconds since the start."""
         return time.monotonic() - self.started
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
+        """Counts one request as running inside."""
         self._tick()
         self._requests += 1
         try:
@@ -31,6 +33,7 @@ class PhaseTimer:
 
     @contextlib.contextmanager
     def scoring(self) -> Iterator[None]:
+        """Counts one reward as running inside."""
         self._tick()
         self._rewards += 1
         try:

@@ -121,8 +121,10 @@ class MicroBatch:
     indices: tuple[int, ...]
 
     def to(self, device: "torch.device", dtype: "torch.dtype") -> dict[str, "torch.Tensor"]:
-        """Tensors of everything: ``tokens``, ``position_ids`` ``[1, local]``, the others ``[local]``, columns in
-        ``dtype``."""
+        """Tensors of everything.
+
+        ``tokens`` and ``position_ids`` are ``[1, local]``, the others ``[local]``; columns are in ``dtype``.
+        """
         import torch
 
         def move(array: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -135,8 +137,10 @@ class MicroBatch:
 
 
 def optimizer_steps(batch: Lengths, settings: BatchSettings) -> list[list[int]]:
-    """Samples of each optimizer step: in the order in which they came, or, with ``--balance-data`` and several steps,
-    dealt so that all steps have about as many tokens (responses to one prompt may then fall into different steps).
+    """Samples of each optimizer step.
+
+    They are in the order in which they came, or, with ``--balance-data`` and several steps, dealt so that all steps
+    have about as many tokens (responses to one prompt may then fall into different steps).
 
     The last rollout of ``--num-epoch`` may have fewer samples than the others: it gives as many whole steps as it can
     and one more with the rest, so that every sample is trained once.

@@ -31,10 +31,13 @@ class NullObserver:
     """Observes nothing."""
 
     def before_model(self) -> None:
+        """Does nothing."""
         pass
 
     def phase(self, name: Phase, offset: int) -> AbstractContextManager[None]:
+        """Surrounds nothing."""
         return contextlib.nullcontext()
 
     def close(self) -> None:
+        """Does nothing."""
         pass

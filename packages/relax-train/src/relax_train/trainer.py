@@ -329,6 +329,7 @@ class PhaseTimer:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Adds the time inside to the phase ``name``; waits for the GPU at its end."""
         start = time.perf_counter()
         yield
         if self._device.type == "cuda":

@@ -95,9 +95,10 @@ def _differences(folder: Path, shapes: Shapes, model: ModelShape) -> list[str]:
 
 
 def _telling(model: ModelShape) -> Shapes:
-    """The tensors that tell one model from another: the embedding, and in the first and the last layer one of each
-    size among those that the trainer keeps together (queries, keys, dense MLP). Experts are left out: a file may hold
-    them stacked.
+    """The tensors that tell one model from another.
+
+    They are the embedding, and in the first and the last layer one of each size among those that the trainer keeps
+    together (queries, keys, dense MLP). Experts are left out: a file may hold them stacked.
     """
     found = dict(model.named(model.embedding_weight))
     for layer in (0, model.layers - 1):

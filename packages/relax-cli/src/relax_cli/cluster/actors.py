@@ -6,18 +6,22 @@ before anything runs. Ray is not imported.
 """
 
 from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
 
 
-class Ref(Generic[R]):
-    """A value of type ``R`` that an actor is still computing: Ray's ``ObjectRef``, as the type checker sees it.
+if TYPE_CHECKING:
+    from ray import ObjectRef as Ref
+else:
 
-    No object of this class is ever made. :func:`relax_cli.cluster.waits.wait_for` gives the value.
-    """
+    class Ref(Generic[R]):
+        """A value of type ``R`` that an actor is still computing: the name of Ray's ``ObjectRef`` in annotations.
+
+        No object of this class is ever made. :func:`relax_cli.cluster.waits.wait_for` gives the value.
+        """
 
 
 class Actor(Generic[T]):

@@ -127,11 +127,11 @@ def _in_groups_of_their_own() -> Iterator[None]:
         def __init__(self, *words: Any, **options: Any) -> None:
             super().__init__(*words, **{"process_group": 0, **options})
 
-    services.ConsolePopen = Apart
+    services.ConsolePopen = Apart  # type: ignore[misc]
     try:
         yield
     finally:
-        services.ConsolePopen = popen
+        services.ConsolePopen = popen  # type: ignore[misc]
 
 
 def _is_dead(process: psutil.Process) -> bool:

@@ -36,11 +36,13 @@ class StopFlag:
     at: float = 0.0
 
     def set(self, signal_number: int) -> None:
+        """Notes the first signal and its time; later ones change nothing."""
         if self.signal_number is None:
             self.signal_number, self.at = signal_number, time.monotonic()
 
     @property
     def requested(self) -> bool:
+        """Whether a signal has come."""
         return self.signal_number is not None
 
     @property

@@ -99,10 +99,12 @@ class Option:
 
     @property
     def flag(self) -> str:
+        """The flag, ``--max-tokens-per-gpu``."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def required(self) -> bool:
+        """Whether the user must give a value."""
         return self.default is dataclasses.MISSING
 
 
@@ -239,7 +241,7 @@ def _checked(kind: Kind, value: Any, shown: Any) -> Any:
     return value
 
 
-def _check_plain(value: Any, depth: int = 0) -> None:
+def _check_plain(value: Any, depth: int = 0) -> None:  # noqa: C901  # one check after the other
     """Holds that a value can be printed, written as TOML and sent to other processes, nested ones in all their parts.
 
     Raises:

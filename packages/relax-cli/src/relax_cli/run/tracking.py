@@ -12,9 +12,13 @@ from typing import Any, Protocol, Self
 class Tracker(Protocol):
     """Takes the scalars of one step."""
 
-    def log(self, scalars: dict[str, float], step: int) -> None: ...
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        """Writes the scalars of one step."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Writes what is left; nothing is logged afterwards."""
+        ...
 
 
 class JsonLinesTracker:
@@ -27,11 +31,13 @@ class JsonLinesTracker:
             self._file.write("\n")
 
     def log(self, scalars: dict[str, float], step: int) -> None:
+        """Appends one line; a number that is not finite becomes ``null``."""
         finite = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
         self._file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
 
@@ -45,11 +51,13 @@ class TensorBoardTracker:
         self._writer: Any = Writer(str(directory))
 
     def log(self, scalars: dict[str, float], step: int) -> None:
+        """Writes one event a scalar, at once."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
+        """Closes the event file."""
         self._writer.close()
 
 
@@ -62,9 +70,11 @@ class WandbTracker:
         self._run: Any = wandb.init(dir=str(directory), name=name, config=config, **init)
 
     def log(self, scalars: dict[str, float], step: int) -> None:
+        """Sends the scalars in one call."""
         self._run.log(scalars, step=step)
 
     def close(self) -> None:
+        """Ends the run at W&B."""
         self._run.finish()
 
 
@@ -75,6 +85,7 @@ class Trackers:
         self._trackers = trackers
 
     def log(self, scalars: dict[str, float], step: int) -> None:
+        """Writes the scalars of one step to every tracker."""
         for tracker in self._trackers:
             tracker.log(scalars, step)
 

@@ -43,7 +43,8 @@ class EngineGroup:
         import ray
 
         results = [actor.call(EngineActor.start) for actor in self._actors]
-        pending, watched = list(results), list(meanwhile)
+        pending: list[Any] = list(results)
+        watched: list[Any] = list(meanwhile)
         start = time.monotonic()
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=0.25)

@@ -219,7 +219,7 @@ class WorkerGroups:
         import ray
 
         try:
-            goodbyes: list[Ref[None]] = []
+            goodbyes: list[Any] = []
             goodbyes += self._trainers.close() if self._trainers is not None else []
             goodbyes += self._rollout.close() if self._rollout is not None else []
             goodbyes += self._engines.stop() if self._engines is not None else []

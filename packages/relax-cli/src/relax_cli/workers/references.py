@@ -38,6 +38,7 @@ class RolloutRows:
     rank: int | None = None
 
     def for_rank(self, rank: int) -> RowSource:
+        """The same rows, for this rank."""
         return dataclasses.replace(self, rank=rank)
 
     def fetch(self, indices: Sequence[int], columns: Sequence[str] = ROW_COLUMNS) -> dict[str, list[np.ndarray]]:

@@ -214,6 +214,7 @@ class RolloutActor:
         self._loop.load_state_dict(state)
 
     async def close(self) -> None:
+        """Closes the reward and the connections to the engines."""
         await self._reward.close()
         for engine in self._engines:
             await engine.close()

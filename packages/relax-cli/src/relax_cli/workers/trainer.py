@@ -148,6 +148,7 @@ class TrainActor:
         return {"seconds": time.perf_counter() - start, "bytes": float(sent)}
 
     def save(self, directory: str, rollout_id: int, extra: dict[str, Any]) -> None:
+        """Writes a checkpoint of the rollout, with the driver's state in ``extra``."""
         self._ready.save(directory, rollout_id, extra)
 
     def load(self, directory: str) -> tuple[int, dict[str, Any]] | None:
@@ -159,6 +160,7 @@ class TrainActor:
         return self._ready.load(directory)
 
     def save_hf(self, directory: str) -> None:
+        """Writes the weights as a Hugging Face folder."""
         self._ready.save_hf(directory)
 
     def sleep(self) -> None:
@@ -166,9 +168,11 @@ class TrainActor:
         self._ready.sleep()
 
     def wake(self) -> None:
+        """Moves model and optimizer back to the GPU."""
         self._ready.wake()
 
     def close(self) -> None:
+        """Ends the process groups of this rank."""
         if self._transport is not None:
             self._transport.close()
         if self._trainer is not None:

@@ -75,7 +75,7 @@ class TrainerGroup:
         """
         import ray
 
-        shared = ray.put(manifest)  # once, not once a rank
+        shared: Any = ray.put(manifest)  # once, not once a rank; the actors get the manifest itself
         refs = [actor.call(TrainActor.train, shared, rows, rollout_id) for actor in self._actors]
         return self._wait(refs, f"training step {rollout_id}")[0]
 

@@ -64,7 +64,7 @@ class StreamingDataset:
         DataError: a file is missing, empty or damaged.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the options of a dataset, each with a default
         self,
         paths: str | Sequence[str] | Sequence[FileSlice],
         *,

@@ -102,13 +102,17 @@ class Engine(Protocol):
         """``engine0``, ``engine1``, ...: how messages and file names call it."""
         ...
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult: ...
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generates one response, or the rest of one that was interrupted."""
+        ...
 
     async def abort(self, rid: str | None = None) -> None:
         """Ends one request, or all when ``rid`` is None; their ``generate`` returns what they have."""
         ...
 
-    async def pause(self, mode: PauseMode = "abort") -> None: ...
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Stops generating, until :meth:`resume`."""
+        ...
 
     async def resume(self) -> None:
         """Goes on after :meth:`pause`."""
@@ -153,7 +157,9 @@ class Engine(Protocol):
         """Closes what this process holds of it; the engine itself goes on."""
         ...
 
-    async def release_memory(self, tags: Sequence[MemoryTag] = ("kv_cache", "weights")) -> None: ...
+    async def release_memory(self, tags: Sequence[MemoryTag] = ("kv_cache", "weights")) -> None:
+        """Gives the GPU memory of ``tags`` back."""
+        ...
 
     async def resume_memory(self, tags: Sequence[MemoryTag] = ("kv_cache", "weights")) -> None:
         """Takes the memory back. Released weights come back as garbage: push weights before the next token."""

@@ -52,7 +52,7 @@ class RolloutContext:
     return waits for the next rollout.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the parts of a rollout, by name
         self,
         *,
         rollout_id: int,

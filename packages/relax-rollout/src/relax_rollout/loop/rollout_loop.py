@@ -80,7 +80,7 @@ class RolloutLoop:
         ValueError: the settings are wrong, a function cannot be imported, or partial rollout is asked for.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the parts of a rollout, by name
         self,
         settings: RolloutSettings,
         *,

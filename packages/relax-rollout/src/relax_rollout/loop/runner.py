@@ -140,6 +140,7 @@ class InflightGroups:
         return len(self._tasks)
 
     def submit(self, group: SampleGroup) -> None:
+        """Starts generating a group."""
         self._tasks[asyncio.ensure_future(self._runner.run_group(group))] = group
 
     @property

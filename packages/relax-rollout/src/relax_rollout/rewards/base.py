@@ -58,6 +58,7 @@ class Reward(abc.ABC):
 
     @property
     def per_group(self) -> bool:
+        """Whether ``score`` takes all responses to a prompt at once."""
         return self._per_group
 
     @abc.abstractmethod
@@ -65,6 +66,7 @@ class Reward(abc.ABC):
         """Raw rewards (number or dict) of the samples: one sample, or a whole group when ``per_group``."""
 
     async def __call__(self, target: SampleGroup | Sample) -> None:
+        """Scores a sample, or a group, and stores the rewards in its samples."""
         samples = [target] if isinstance(target, Sample) else target.samples
         if self.per_group:
             assert isinstance(target, SampleGroup), f"{self.name} scores whole groups"

@@ -26,6 +26,7 @@ class CustomReward(Reward):
         self._async = is_async(self._function)
 
     async def score(self, samples: list[Sample]) -> Sequence[Any]:
+        """Calls the user's function, in a thread unless it is async."""
         argument = samples if self.per_group else samples[0]
         if self._async:
             result = await self._function(argument)
@@ -33,4 +34,4 @@ class CustomReward(Reward):
             result = await in_thread(self._function, argument)
             if asyncio.iscoroutine(result):  # a plain function that returns a coroutine, such as a partial
                 result = await result
-        return result if self.per_group else [result]  # type: ignore[no-any-return]
+        return result if self.per_group else [result]

@@ -23,6 +23,7 @@ class ExactMatch(Reward):
         super().__init__("--rm-type exact-match", max_concurrency=1)
 
     async def score(self, samples: list[Sample]) -> list[float]:
+        """1 for a response that is one of the answers, without the space around it; else 0."""
         return [float(s.response.strip() in self._answers(s)) for s in samples]
 
     def _answers(self, sample: Sample) -> set[str]:

@@ -74,6 +74,7 @@ class MathWorker:
         return self._read_line(time_limit_s)
 
     def kill(self) -> None:
+        """Ends the process."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -119,9 +120,11 @@ class MathReward(Reward):
         self._all: set[MathWorker] = set()
 
     async def score(self, samples: list[Sample]) -> list[dict[str, Any]]:
+        """Compares each response with its label in a worker process."""
         return [await in_thread(self._compare, s) for s in samples]
 
     async def close(self) -> None:
+        """Ends all worker processes."""
         self._idle.clear()
         while self._all:
             self._all.pop().kill()

@@ -17,6 +17,7 @@ MEMORY_LIMIT = 8 << 30
 
 
 def main() -> None:
+    """Answers one request a line on standard input, until it ends."""
     # math-verify and sympy may print: the answers keep stdout for themselves.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

@@ -32,9 +32,10 @@ class RemoteReward(Reward):
         self._client = LoopLocal(lambda: httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits))
 
     async def score(self, samples: list[Sample]) -> Sequence[Any]:
+        """Posts the samples and returns what the server answers."""
         rows = [_row(s) for s in samples]
         answer = await self._post({"samples": rows} if self.per_group else rows[0])
-        return answer if self.per_group else [answer]  # type: ignore[no-any-return]
+        return answer if self.per_group else [answer]
 
     async def _post(self, body: dict[str, Any]) -> Any:
         wait = FIRST_WAIT_S
@@ -56,6 +57,7 @@ class RemoteReward(Reward):
             raise RuntimeError(f"the answer is no JSON: {response.text[:200]!r}") from e
 
     async def close(self) -> None:
+        """Closes the connections."""
         client = self._client.take()
         if client is not None:
             await client.aclose()

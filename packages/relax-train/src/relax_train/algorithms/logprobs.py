@@ -31,7 +31,7 @@ def effective_temperature(temperature: float) -> float:
     return 1.0 if temperature < GREEDY_BELOW else temperature
 
 
-def token_log_probs(
+def token_log_probs(  # noqa: PLR0913  # tensors and switches of one kernel
     logits: torch.Tensor,
     labels: torch.Tensor,
     *,
@@ -79,7 +79,7 @@ class _TokenLogProbs(torch.autograd.Function):
     """See :func:`token_log_probs`. ``start``: first id of this rank's slice; ``width``: its columns without padding."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913  # tensors and switches of one kernel
         ctx: Any,
         logits: torch.Tensor,
         labels: torch.Tensor,

@@ -194,7 +194,7 @@ def probability_ratio(
     return mean.exp().to(log_probs.dtype) * (log_probs - log_probs.detach()).exp()
 
 
-def policy_loss(
+def policy_loss(  # noqa: PLR0913  # columns of one batch
     log_probs: torch.Tensor,
     entropy: torch.Tensor,
     *,

@@ -146,10 +146,10 @@ def load_loss(name: str) -> Loss:
     function = _load(LOSS_FLAG, name, LOSSES, "the LossInputs")
 
     def checked(inputs: LossInputs) -> Objective:
-        found = function(inputs)
+        found: Any = function(inputs)
         shape = inputs.log_probs.shape
         shapes = [getattr(column, "shape", None) for column in found] if isinstance(found, Objective) else None
-        if shapes != [shape] * 3:
+        if not isinstance(found, Objective) or shapes != [shape] * 3:
             raise ValueError(
                 f"{LOSS_FLAG} {name!r} must return relax_train.algorithms.surrogates.Objective(values, clipped_low, "
                 f"clipped_high) of tensors with one entry for each of the {shape[0]} tokens, not "

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """What a policy loss is given: columns ``[tokens]`` of a micro-batch, on its device. Untrained tokens hold zeros,
-    and a ratio of 1; what the loss gives for them is ignored.
+    """What a policy loss is given: columns ``[tokens]`` of a micro-batch, on its device.
+
+    Untrained tokens hold zeros, and a ratio of 1; what the loss gives for them is ignored.
 
     Attributes:
         log_probs: of the policy, differentiable.

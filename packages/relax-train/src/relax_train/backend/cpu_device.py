@@ -134,6 +134,7 @@ class CpuShim:
         logging.getLogger(megatron_random.__name__).addFilter(_not_about_two_rngs)
 
     def enter(self) -> None:
+        """Puts the replacements in place; may be nested."""
         self._depth += 1
         if self._depth > 1:
             return
@@ -144,6 +145,7 @@ class CpuShim:
         self._mode.__enter__()
 
     def exit(self) -> None:
+        """Takes the replacements away with the outermost :meth:`enter`."""
         assert self._mode is not None
         self._depth -= 1
         if self._depth:

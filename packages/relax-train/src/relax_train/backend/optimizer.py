@@ -42,7 +42,7 @@ class Optimizer:
 
     @property
     def parts(self) -> list[Any]:
-        """megatron's distributed optimizers: one, and with experts another one for these."""
+        """The distributed optimizers of megatron-core: one, and with experts another one for these."""
         chained = getattr(self.megatron, "chained_optimizers", None)
         parts = [self.megatron] if chained is None else list(chained)
         return [part for part in parts if part.optimizer is not None]
@@ -169,18 +169,19 @@ class HostStateAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Moves every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    self._update(param, group)
+                    self._update(param, param.grad, group)
 
-    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, param: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         mean, square, step = (state[key].to(param.device, non_blocking=True) for key in _STATE)
         adamw(
             [param],
-            [param.grad],
+            [gradient],
             [mean],
             [square],
             [],

@@ -125,6 +125,8 @@ def setup_parallel(
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
     ps = parallel_state
+    everyone = dist.group.WORLD
+    assert everyone is not None, "torch.distributed was set up above"
     return ParallelState(
         rank=rank,
         world_size=world,
@@ -149,7 +151,7 @@ def setup_parallel(
         dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
         ep_group=ps.get_expert_model_parallel_group(),
         etp_group=ps.get_expert_tensor_parallel_group(),
-        gloo_group=dist.new_group(backend="gloo", timeout=timeout) if has_cuda() else dist.group.WORLD,
+        gloo_group=dist.new_group(backend="gloo", timeout=timeout) if has_cuda() else everyone,
     )
 
 

@@ -387,8 +387,10 @@ class _HFWriter:
 
 
 def _exported_config(model: Model) -> dict[str, Any]:
-    """The configuration as it was given, but for the precision: transformers 5 would write it with keys that versions
-    before it skip in silence (``rope_parameters``, ``num_local_experts``), and they would compute with their defaults.
+    """The configuration as it was given, but for the precision.
+
+    transformers 5 would write it with keys that versions before it skip in silence (``rope_parameters``,
+    ``num_local_experts``), and they would compute with their defaults.
     """
     config = dict(model.config_json)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = _dtype_name(model)

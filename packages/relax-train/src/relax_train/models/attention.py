@@ -93,7 +93,8 @@ class _Plan:
             held = torch.arange(tokens, device=self._device)
         else:
             held = torch.from_numpy(zigzag_positions(self.borders, self._cp_size, self._cp_rank)).to(self._device)
-        return held - borders[torch.searchsorted(borders, held, right=True) - 1]
+        positions: torch.Tensor = held - borders[torch.searchsorted(borders, held, right=True) - 1]
+        return positions
 
     @functools.cached_property
     def varlen(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -129,7 +130,8 @@ def _varlen_kernel() -> Callable[..., torch.Tensor] | None:
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
     if "enable_gqa" in names:
         options["enable_gqa"] = True
-    return functools.partial(varlen_attn, **options)
+    kernel: Callable[..., Any] = functools.partial(varlen_attn, **options)  # a tensor, unless more is asked for
+    return kernel
 
 
 def _by_document(
@@ -158,7 +160,7 @@ class PackedAttention(MegatronModule):
     built with megatron-core's position embedding "none".
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # megatron's signature
         self,
         config: TransformerConfig,
         layer_number: int,

@@ -24,7 +24,7 @@ class Norm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron reads it
 
 
 def layer_spec(config: TransformerConfig, shape: ModelShape, kind: Kind) -> Any:

@@ -10,8 +10,9 @@ import torch
 def rotary_tables(
     positions: torch.Tensor, dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the rotation of RoFormer (Su et al., arXiv 2104.09864, eq. 34), the halves of a head side
-    by side as in Llama and Qwen.
+    """Cosines and sines of the rotation of RoFormer (Su et al., arXiv 2104.09864, eq. 34).
+
+    The halves of a head lie side by side, as in Llama and Qwen.
 
     Args:
         positions: int64 ``[tokens]``, position of each token in its document.

@@ -57,19 +57,39 @@ class Layout(Protocol):
     """Sizes of a parallel layout: what the number of parameters on a rank depends on."""
 
     @property
-    def tp(self) -> int: ...
+    def tp(self) -> int:
+        """Ranks that share each matrix."""
+        ...
+
     @property
-    def pp(self) -> int: ...
+    def pp(self) -> int:
+        """Stages of the pipeline."""
+        ...
+
     @property
-    def cp(self) -> int: ...
+    def cp(self) -> int:
+        """Ranks that share each packed row."""
+        ...
+
     @property
-    def dp(self) -> int: ...
+    def dp(self) -> int:
+        """Ranks with different samples."""
+        ...
+
     @property
-    def ep(self) -> int: ...
+    def ep(self) -> int:
+        """Ranks that share the experts of a layer."""
+        ...
+
     @property
-    def etp(self) -> int: ...
+    def etp(self) -> int:
+        """Ranks that share each expert's matrices."""
+        ...
+
     @property
-    def expert_dp(self) -> int: ...
+    def expert_dp(self) -> int:
+        """Ranks that hold the same experts."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

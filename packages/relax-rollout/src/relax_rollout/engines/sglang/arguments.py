@@ -263,7 +263,7 @@ def _rows(actions: Iterable[argparse.Action]) -> dict[str, dict[str, Any]]:
         if action.nargs == 0:
             row["kind"] = "flag"
         elif action.type in (int, float):
-            row["kind"] = action.type.__name__  # type: ignore[union-attr]
+            row["kind"] = action.type.__name__
         elif action.type is json.loads:
             row["kind"] = "json"
         if action.nargs in ("+", "*") or (isinstance(action.nargs, int) and action.nargs > 1):

@@ -35,7 +35,7 @@ _PUSH_POLL_S = 0.1
 class SGLangEngine:
     """A running SGLang server, over HTTP. One object serves one event loop at a time."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # limits of one client, by name
         self,
         url: str,
         *,
@@ -357,7 +357,8 @@ class SGLangEngine:
     async def _get(self, path: str) -> dict[str, Any]:
         response = await self._transport.call("GET", path, timeout_s=self._control_timeout_s)
         self._check(path, response)
-        return response.json()
+        answer: dict[str, Any] = response.json()
+        return answer
 
     def _check(self, path: str, response: httpx.Response) -> None:
         if response.status_code != 200:

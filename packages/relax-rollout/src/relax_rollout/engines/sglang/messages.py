@@ -132,7 +132,8 @@ def read_answer(status: int, content: bytes, engine: str) -> Mapping[str, Any]:
         RuntimeError: any other failure.
     """
     if status == 200:
-        return json.loads(content)
+        answer: dict[str, Any] = json.loads(content)
+        return answer
     try:
         error = json.loads(content).get("error", {})
         message = error.get("message") if isinstance(error, dict) else str(error)

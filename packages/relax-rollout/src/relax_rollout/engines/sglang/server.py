@@ -33,7 +33,7 @@ class SGLangServer:
     of its processes end with it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what a server is started with, by name
         self,
         settings: SGLangSettings,
         *,

@@ -11,7 +11,7 @@ import pytest
 from relax_cli.cluster.waits import StopFlag
 from relax_cli.config.settings import ClusterSettings, DebugSettings, RunSettings
 from relax_cli.controllers.base import Outcome
-from relax_cli.controllers.modes import CONTROLLERS, mode_of
+from relax_cli.controllers.modes import CONTROLLERS
 from relax_cli.run.debug_data import FileRows, save_groups
 from relax_cli.run.progress import Progress
 from relax_cli.run.tracking import Trackers
@@ -189,7 +189,7 @@ def run(
         DebugSettings(**debug),
         ClusterSettings(),
     )
-    progress, controller = Progress(Console(file=io.StringIO())), CONTROLLERS[mode_of(config.cluster)]
+    progress, controller = Progress(Console(file=io.StringIO())), CONTROLLERS[config.cluster.mode]
     return controller(config, workers, Trackers([]), progress, stop or StopFlag()).run()  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import relax_cli
 from relax_cli.config.settings import ClusterSettings
-from relax_cli.controllers.modes import CONTROLLERS, mode_of, mode_refusal
+from relax_cli.controllers.modes import CONTROLLERS, mode_refusal
 
 SOURCE = Path(relax_cli.__file__).parent
 
@@ -39,7 +39,7 @@ def test_the_settings_of_a_run_have_their_type_everywhere(folder: str) -> None:
 
 
 def test_a_mode_without_a_controller_is_refused_with_the_modes_there_are() -> None:
-    assert mode_of(ClusterSettings()) in CONTROLLERS
+    assert ClusterSettings().mode in CONTROLLERS
     assert mode_refusal(ClusterSettings()) is None
     assert mode_refusal(ClusterSettings(colocate=False, fully_async=True)) == (
         "--fully-async is planned and checked by this version, but it runs --colocate only: remove --fully-async"

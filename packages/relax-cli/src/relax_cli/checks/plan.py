@@ -10,6 +10,7 @@ from relax_train.settings.model import read_hf_config
 from relax_cli.checks.lengths import context_lengths, micro_batch_tokens
 from relax_cli.cluster.placement import Placement
 from relax_cli.config.run_config import RunConfig
+from relax_cli.config.settings import MODES
 
 Rows = list[tuple[str, str]]
 
@@ -51,9 +52,9 @@ def _on_gpu(config: RunConfig) -> bool:
 
 def _run(config: RunConfig) -> Rows:
     run, debug = config.run, config.debug
-    mode = "fully async" if config.cluster.fully_async else "colocate: generate and train in turn"
+    mode = f"{config.cluster.mode.replace('_', ' ')}: {MODES[config.cluster.mode]}"
     if config.cluster.fully_async:
-        mode += f": generate and train at once, staleness at most {config.cluster.max_staleness}"
+        mode += f", staleness at most {config.cluster.max_staleness}"
     if debug.debug_rollout_only:
         mode = "generate and score only (--debug-rollout-only)"
     if debug.debug_train_only:

@@ -10,6 +10,7 @@ from relax_train.models.architectures import model_shape
 from relax_train.settings.model import read_hf_config
 
 from relax_cli.cluster.placement import local_gpus
+from relax_cli.config.settings import MODES
 
 PATHS = (
     "hf_checkpoint",
@@ -44,7 +45,7 @@ def derive(
             # Still with its ~ it is the home of nobody, which the validation says.
             values[name] = path if path.startswith("~") else os.path.abspath(path)
     if "colocate" not in given:
-        values["colocate"] = not values["fully_async"]
+        values["colocate"] = not any(values[mode] for mode in MODES if mode != "colocate")
     _derive_gpus(values, given, planning=planning, environ=environ)
     if values["expert_tensor_parallel_size"] is None and _experts(values["hf_checkpoint"]):
         values["expert_tensor_parallel_size"] = values["tensor_model_parallel_size"]

@@ -8,6 +8,13 @@ from typing import ClassVar, Literal
 
 from relax_data.options import LARGEST_COUNT, Settings, flag, given_flags, option, url_problem
 
+MODES = {
+    "colocate": "generate and train in turn",
+    "fully_async": "generate and train at once",
+}
+"""Each mode of execution by the option that asks for it, in a few words. Exactly one is on: the first one, where no
+other is asked for. What carries it out stands in :data:`relax_cli.controllers.modes.CONTROLLERS`."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterSettings(Settings):
@@ -48,12 +55,20 @@ class ClusterSettings(Settings):
         None, "Ray cluster to join, as in `ray start --address`, or `auto`; by default Ray is started on this machine."
     )
 
+    @property
+    def mode(self) -> str:
+        """The mode that is asked for: a key of :data:`MODES`."""
+        asked = {"fully_async": self.fully_async, "colocate": self.colocate}
+        assert set(asked) == set(MODES), "every mode is an option"
+        return next((name for name in asked if asked[name]), "colocate")
+
     def _problems(self, given: frozenset[str]) -> list[str]:
         found = []
-        if self.fully_async and self.colocate:
-            found.append("--fully-async and --colocate exclude each other: remove one of them")
-        if not self.fully_async and not self.colocate:
-            found.append("--no-colocate alone chooses no mode: add --fully-async, or remove --no-colocate")
+        asked, others = [flag(name) for name in MODES if getattr(self, name)], [flag(n) for n in MODES][1:]
+        if len(asked) > 1:
+            found.append(f"{' and '.join(reversed(asked))} exclude each other: remove all but one of them")
+        if not asked:
+            found.append(f"--no-colocate alone chooses no mode: add {' or '.join(others)}, or remove --no-colocate")
         if not self.fully_async and self.rollout_num_gpus is not None and "rollout_num_gpus" in given:
             found.append(
                 "--rollout-num-gpus has no effect with --colocate, where the engines use all GPUs that train: "

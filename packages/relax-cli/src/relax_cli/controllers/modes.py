@@ -5,17 +5,13 @@ from relax_cli.controllers.base import Controller
 from relax_cli.controllers.colocate import ColocateController
 
 CONTROLLERS: dict[str, type[Controller]] = {"colocate": ColocateController}
-"""One entry a mode, under its flag. A mode without an entry is planned and checked, but a start is refused."""
-
-
-def mode_of(cluster: ClusterSettings) -> str:
-    """The mode that the options ask for."""
-    return "fully_async" if cluster.fully_async else "colocate"
+"""One entry a mode, under its name in :data:`relax_cli.config.settings.MODES`. A mode without an entry is planned and
+checked, but a start is refused."""
 
 
 def mode_refusal(cluster: ClusterSettings) -> str | None:
     """Why this version cannot start a run of that mode; None when it can."""
-    mode = mode_of(cluster)
+    mode = cluster.mode
     if mode in CONTROLLERS:
         return None
     flag = f"--{mode.replace('_', '-')}"

@@ -19,7 +19,7 @@ from relax_cli.config.export import to_toml
 from relax_cli.config.resolution import fit
 from relax_cli.config.run_config import RunConfig
 from relax_cli.controllers.base import Outcome
-from relax_cli.controllers.modes import CONTROLLERS, mode_of
+from relax_cli.controllers.modes import CONTROLLERS
 from relax_cli.run import folder as run_folder
 from relax_cli.run.progress import PHASES, Progress, plot_reward
 from relax_cli.run.tracking import JsonLinesTracker, TensorBoardTracker, Tracker, Trackers, WandbTracker, read_metrics
@@ -82,7 +82,7 @@ def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag, outcome: 
             try:
                 workers.start()
                 stop.stepping = True
-                controller = CONTROLLERS[mode_of(config.cluster)]
+                controller = CONTROLLERS[config.cluster.mode]
                 controller(config, workers, trackers, progress, stop, outcome).run()
             finally:
                 workers.close()

@@ -3,9 +3,12 @@
 A page that is written by hand beside a table in the code is wrong after the first change. CI and the tests compare.
 """
 
+import inspect
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 
@@ -49,7 +52,64 @@ def _option_row(option: object) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
 
 
-PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration}
+FACTS = {
+    "compares_group": "compares the responses to one prompt: `--n-samples-per-prompt` has to be 2 or more",
+    "divides_by_std": "reads `--disable-grpo-std-normalization`",
+    "whitens": "normalises over all trained tokens of the rollout itself: no `--normalize-advantages`",
+    "sequence_ratio": "one probability ratio for a whole response",
+    "token_ratio": "needs the probability ratio of a token: not with `--advantage-estimator gspo`",
+}
+"""What the fields of an entry of the tables of algorithms say."""
+
+
+def estimators() -> str:
+    """The table of ``--advantage-estimator``, and what each one computes."""
+    from relax_train.algorithms.registry import ADVANTAGES
+
+    return _algorithms(ADVANTAGES)
+
+
+def losses() -> str:
+    """The table of ``--loss-type``, and what each one computes."""
+    from relax_train.algorithms.registry import LOSSES
+
+    return _algorithms(LOSSES)
+
+
+def _algorithms(table: Mapping[str, Any]) -> str:
+    lines = ["| name | what it is | paper |", "|---|---|---|"]
+    details = []
+    for name, entry in table.items():
+        text = inspect.cleandoc(entry.function.__doc__ or "")
+        first, _, rest = text.partition("\n")
+        papers = dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{5})", text))
+        links = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in papers) or "none"
+        lines.append(f"| `{name}` | {_markdown(first)} | {links} |")
+        facts = [f"- {words}" for fact, words in FACTS.items() if getattr(entry, fact, False)]
+        details += ["", f"**`{name}`**", "", _markdown(rest.strip()), *(["", *facts] if facts else [])]
+    return "\n".join([*lines, *details])
+
+
+def _markdown(text: str) -> str:
+    """A docstring as Markdown: roles and literals become code, arXiv numbers links."""
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`")
+    return re.sub(r"arXiv:(\d{4}\.\d{5})(v\d+)?", r"[arXiv:\1\2](https://arxiv.org/abs/\1\2)", text)
+
+
+def algorithms() -> str:
+    """The page as it is, with the parts between marks made anew."""
+    page = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+    for name, make in (("estimators", estimators), ("losses", losses)):
+        begin, end = f"<!-- made by docs/make_pages.py: {name} -->\n", f"<!-- end of {name} -->\n"
+        before, found, rest = page.partition(begin)
+        _, closed, after = rest.partition(end)
+        assert found, f"docs/algorithms.md has lost its mark: {begin}"
+        assert closed, f"docs/algorithms.md has lost its mark: {end}"
+        page = f"{before}{begin}\n{make()}\n\n{end}{after}"
+    return page
+
+
+PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration, "algorithms.md": algorithms}
 
 
 def main(arguments: list[str]) -> int:

@@ -53,7 +53,7 @@ def _option_row(option: object) -> str:
 
 
 FACTS = {
-    "compares_group": "compares the responses to one prompt: `--n-samples-per-prompt` has to be 2 or more",
+    "compares_group": "compares the responses to one prompt: with `--n-samples-per-prompt 1` every advantage is 0",
     "divides_by_std": "reads `--disable-grpo-std-normalization`",
     "whitens": "normalises over all trained tokens of the rollout itself: no `--normalize-advantages`",
     "sequence_ratio": "one probability ratio for a whole response",

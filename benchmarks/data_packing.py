@@ -10,7 +10,7 @@ machine only makes rounds slower), the median of the draws. The limits need scip
 - bins: micro-batches over the lower bound ceil(sum / cap) rounded up to a multiple of the ranks
 - over cap: micro-batches above the cap (of Karmarkar-Karp, which knows none)
 - ranks: costliest rank over the mean, minus 1
-- lock-step: sum over slots of the costliest rank, over the sum of the means, minus 1
+- lock-step: sum over rounds of the costliest rank, over the sum of the means, minus 1
 - limit: what no packing under the cap can undercut in lock-step, whatever its number of micro-batches
 - limit, even: the same for a packing whose ranks all cost the same (see :func:`limits`)
 """
@@ -106,11 +106,11 @@ def most_cost(lengths: np.ndarray, cap: int, costs: np.ndarray, bins: int) -> fl
 def limits(lengths: np.ndarray, cap: int, ranks: int, costs: np.ndarray) -> tuple[float, float]:
     """Lower bounds of the lock-step loss, in percent: of any packing, and of one with even ranks.
 
-    Samples of more than half the cap are in bins of their own, so the costliest bins of the ``j`` slowest slots cost at
-    least what samples 1, 1 + ranks, 1 + 2 * ranks, ... cost, while all bins of these slots together cost at most
-    :func:`most_cost`: the difference is lost. In the slot of the costliest sample some bin holds none of the
-    ``ranks - 1`` longest and costs at most ``h``; when its rank is to come out even, the other slots make up for it,
-    and they are no shorter than the rest of that rank: all slots take at least the mean and the costliest sample less
+    Samples of more than half the cap are in bins of their own, so the costliest bins of ``j`` slowest rounds cost at
+    least what samples 1, 1 + ranks, 1 + 2 * ranks, ... cost, while all bins of these rounds together cost at most
+    :func:`most_cost`: the difference is lost. In the round of the costliest sample some bin holds none of the
+    ``ranks - 1`` longest and costs at most ``h``; when its rank is to come out even, the other rounds make up for it,
+    and they are no shorter than the rest of that rank: all rounds take at least the mean and the costliest sample less
     ``h``.
     """
     order = np.argsort(-lengths, kind="stable")

@@ -110,11 +110,11 @@ def test_many_tiny_samples_beside_a_giant_take_little_memory() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_lock_step_comes_close_to_what_the_long_samples_allow(seed: int) -> None:
-    """With the FLOPs cost the slot of the longest sample waits for it, whatever is packed beside it."""
+    """With the FLOPs cost the round of the longest sample waits for it, whatever is packed beside it."""
     cap, dp = 32768, 8
     lengths = grouped_lengths(512, cap, seed)
     costs = CostModel.from_shape(parameters=3.6e9, num_layers=36, num_attention_heads=32, head_dim=128)(lengths)
-    # The other bins of that slot cost at most what the longest samples of as many tokens do, cut where they end.
+    # The other bins of that round cost at most what the longest samples of as many tokens do, cut where they end.
     longest_first = np.argsort(-lengths)
     filled = np.cumsum(lengths[longest_first])
     most = np.interp(dp * cap, filled, np.cumsum(costs[longest_first]))
@@ -126,11 +126,11 @@ def test_lock_step_comes_close_to_what_the_long_samples_allow(seed: int) -> None
         by_rank = loads.sum(axis=1)
         return loads.max(axis=0).sum() / loads.mean(axis=0).sum() - 1, by_rank.max() / by_rank.mean() - 1
 
-    slots, _ = losses(lock_step=True)
-    assert max(limit, 0.0) - 1e-9 <= slots <= max(limit, 0.0) + 0.01
-    slots_when_ranks_are_even, ranks = losses()
+    rounds, _ = losses(lock_step=True)
+    assert max(limit, 0.0) - 1e-9 <= rounds <= max(limit, 0.0) + 0.01
+    rounds_when_ranks_are_even, ranks = losses()
     assert ranks <= 0.001
-    assert slots <= slots_when_ranks_are_even
+    assert rounds <= rounds_when_ranks_are_even
 
 
 def test_cost_model_is_the_flops_of_a_forward_pass() -> None:

@@ -57,5 +57,5 @@ def test_impossible_windows_say_what_is_wrong(bounds: dict, said: str) -> None:
 
 def test_the_training_window_is_that_of_the_flags() -> None:
     window = TrainProfileSettings(use_pytorch_profiler=True, profile_step_start=2, profile_step_end=4).window()
-    assert window.clock is LaunchOffset
+    assert window.counter is LaunchOffset
     assert [i for i in range(7) if LaunchOffset(i) in window] == [2, 3, 4]

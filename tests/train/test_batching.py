@@ -97,15 +97,15 @@ def test_values_lie_where_their_token_is_predicted() -> None:
     np.testing.assert_array_equal(row.cu_seqlens, [0, 6, 12])  # 6 + 5, and 1 for the multiple of 4
     np.testing.assert_array_equal(row.position_ids, [*range(6), *range(6)])
     np.testing.assert_array_equal(row.tokens[:11], np.concatenate([batch.tokens[1], batch.tokens[0]]))
-    for at, slot in enumerate(row.slots):
-        if slot < 0:
+    for at, target in enumerate(row.targets):
+        if target < 0:
             assert row.columns["v"][at] == 0
             continue
-        sample, j = (0, slot) if slot < 2 else (1, slot - 2)
+        sample, j = (0, target) if target < 2 else (1, target - 2)
         response = batch.tokens[sample][-batch.response_lengths[sample] :]
         assert row.labels[at] == response[j]
         assert row.columns["v"][at] == values[sample][j]
-    assert sorted(row.slots[row.slots >= 0]) == [0, 1, 2, 3, 4, 5]
+    assert sorted(row.targets[row.targets >= 0]) == [0, 1, 2, 3, 4, 5]
     assert row.max_seqlen == 6
     assert row.indices == (1, 0)
 
@@ -120,10 +120,10 @@ def test_context_parallel_parts_make_up_the_row() -> None:
     np.testing.assert_array_equal(parts[0].position_ids, [0, 1, 2, 9, 10, 11, 0, 1, 6, 7])
     np.testing.assert_array_equal(parts[1].position_ids, [3, 4, 5, 6, 7, 8, 2, 3, 4, 5])
     for name in ("labels", "tokens"):
-        found = {s: v for p in parts for s, v in zip(p.slots, getattr(p, name), strict=True) if s >= 0}
-        expected = {s: v for s, v in zip(whole.slots, getattr(whole, name), strict=True) if s >= 0}
+        found = {s: v for p in parts for s, v in zip(p.targets, getattr(p, name), strict=True) if s >= 0}
+        expected = {s: v for s, v in zip(whole.targets, getattr(whole, name), strict=True) if s >= 0}
         assert found == expected
-    assert sorted(s for p in parts for s in p.slots if s >= 0) == list(range(8))
+    assert sorted(s for p in parts for s in p.targets if s >= 0) == list(range(8))
 
 
 def test_zigzag_gives_each_rank_an_early_and_a_late_piece_of_every_document() -> None:
@@ -137,7 +137,7 @@ def test_a_row_without_samples_trains_nothing() -> None:
     split = Split(cp_size=2, cp_rank=1, sequence_size=2)
     row = build_micro_batch(make_batch([(2, 2)]), [], split, {"v": [np.ones(2)]})
     assert len(row.tokens) == 2
-    assert (row.slots == -1).all()
+    assert (row.targets == -1).all()
     assert not row.columns["v"].any()
 
 

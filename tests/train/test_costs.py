@@ -77,7 +77,7 @@ def test_ranks_are_evener_in_flops_than_by_tokens_and_the_cap_holds(
     settings = BatchSettings(use_dynamic_batch_size=True, max_tokens_per_gpu=cap // cp_size)
 
     def plan(**options: Any) -> tuple[float, int]:
-        """How far the costliest rank (in lock-step: the sum of the costliest slots) is above the mean; the slots."""
+        """How far the costliest rank (in lock-step: the sum of the costliest rounds) is above the mean; the rounds."""
         split = Split(dp_size=2, cp_size=cp_size, **options)
         rows = plan_micro_batches(_batch(lengths), settings, split, forward_only=forward_only)
         padded = split.padded(lengths)
@@ -86,11 +86,11 @@ def test_ranks_are_evener_in_flops_than_by_tokens_and_the_cap_holds(
         longest = costs.max(0).sum() if lock_step else costs.sum(1).max()
         return float(longest / costs.sum(1).mean() - 1), costs.shape[1]
 
-    by_tokens, slots = plan()
-    by_flops, slots_of_flops = plan(cost=cost, lock_step=lock_step)
-    # In lock-step the longest sample bounds its slot, whatever is done.
+    by_tokens, rounds = plan()
+    by_flops, rounds_of_flops = plan(cost=cost, lock_step=lock_step)
+    # In lock-step the longest sample bounds its round, whatever is done.
     assert by_flops < by_tokens * (0.9 if lock_step else 0.5)
-    assert slots_of_flops == slots
+    assert rounds_of_flops == rounds
 
 
 def _experts_span(sizes: dict[str, Any]) -> tuple[bool, bool]:

@@ -100,10 +100,10 @@ class MicroBatch:
         tokens: int64 ``[local]``.
         position_ids: int64 ``[local]``, position in the document.
         labels: int64 ``[local]``, the next token of the document; 0 where there is none.
-        slots: int64 ``[local]``, number of the predicted response token among all response tokens of the batch in
+        targets: int64 ``[local]``, number of the predicted response token among all response tokens of the batch in
             sample order (:func:`response_offsets`); -1 where the next token is no response token.
         documents: int64 ``[local]``, number of the padded document that each position lies in.
-        columns: further values of the predicted token, float64 ``[local]``, 0 where ``slots`` is -1.
+        columns: further values of the predicted token, float64 ``[local]``, 0 where ``targets`` is -1.
         cu_seqlens: int32 ``[documents + 1]``, borders of the padded documents in the whole row, over all
             context-parallel ranks.
         max_seqlen: longest padded document.
@@ -113,7 +113,7 @@ class MicroBatch:
     tokens: "NDArray[np.int64]"
     position_ids: "NDArray[np.int64]"
     labels: "NDArray[np.int64]"
-    slots: "NDArray[np.int64]"
+    targets: "NDArray[np.int64]"
     documents: "NDArray[np.int64]"
     columns: dict[str, "NDArray[np.float64]"]
     cu_seqlens: "NDArray[np.int32]"
@@ -131,7 +131,7 @@ class MicroBatch:
             return torch.from_numpy(np.ascontiguousarray(array)).to(dtype).to(device, non_blocking=True)
 
         result = {name: move(column, dtype) for name, column in self.columns.items()}
-        result |= {name: move(getattr(self, name)) for name in ("labels", "slots", "documents", "cu_seqlens")}
+        result |= {name: move(getattr(self, name)) for name in ("labels", "targets", "documents", "cu_seqlens")}
         result |= {name: move(getattr(self, name))[None] for name in ("tokens", "position_ids")}
         return result
 
@@ -273,7 +273,7 @@ def build_micro_batch(
     total = int(cu[-1])
 
     tokens, labels = np.zeros(total, np.int64), np.zeros(total, np.int64)
-    slots = np.full(total, -1, np.int64)
+    targets = np.full(total, -1, np.int64)
     values = {name: np.zeros(total, np.float64) for name in columns}
     offsets = response_offsets(batch)
     for start, i in zip(cu[:-1].tolist(), indices, strict=False):
@@ -282,7 +282,7 @@ def build_micro_batch(
         tokens[start : start + length] = batch.tokens[i]
         labels[start : start + length - 1] = batch.tokens[i][1:]
         predictors = slice(start + length - response - 1, start + length - 1)
-        slots[predictors] = np.arange(offsets[i], offsets[i + 1])
+        targets[predictors] = np.arange(offsets[i], offsets[i + 1])
         for name, column in columns.items():
             values[name][predictors] = column[i]
     positions = np.concatenate([np.arange(n) for n in lengths])
@@ -292,7 +292,7 @@ def build_micro_batch(
         tokens=tokens[mine],
         position_ids=positions[mine],
         labels=labels[mine],
-        slots=slots[mine],
+        targets=targets[mine],
         documents=np.repeat(np.arange(len(lengths)), lengths)[mine],
         columns={name: column[mine] for name, column in values.items()},
         cu_seqlens=cu,

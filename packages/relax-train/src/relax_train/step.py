@@ -101,8 +101,8 @@ class ForwardBackward:
         flat = torch.zeros(total + 1, dtype=torch.float32, device=parallel.device)
         with DeviceContext(), torch.no_grad():
             parts = self._schedule(rows, self._row_log_probs, forward_only=True)
-            for slots, values in parts:
-                flat.index_copy_(0, slots.where(slots >= 0, total), values.float())
+            for targets, values in parts:
+                flat.index_copy_(0, targets.where(targets >= 0, total), values.float())
             if parallel.is_last_stage:
                 # Each token lies on one rank, and is 0 on the others.
                 flat[total] = 0
@@ -179,7 +179,7 @@ class ForwardBackward:
         )
 
     def _row_log_probs(self, row: Row, output: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return row["slots"], self._token_log_probs(row, output, with_entropy=False)[0]
+        return row["targets"], self._token_log_probs(row, output, with_entropy=False)[0]
 
     def _row_loss(self, row: Row, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         settings = self._settings.algorithm

@@ -17,7 +17,7 @@ class EngineActor:
     """Starts one SGLang server on this node and takes it along when it goes.
 
     The actor talks to the server's process only (start, alive, stop). Generation and weight updates reach the server
-    over HTTP from the rollout manager and the trainer's ranks.
+    over HTTP from the rollout worker and the trainer's ranks.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class RolloutWorker:
 
     def connect(self, engines: "Sequence[EngineAddress]") -> None:
         """Takes the engines into use, in engine order."""
-        self._wait(self._actor.call(RolloutActor.connect, list(engines)), "the rollout manager to know the engines")
+        self._wait(self._actor.call(RolloutActor.connect, list(engines)), "the rollout worker to know the engines")
 
     # ------------------------------------------------------------------ a step
 
@@ -97,7 +97,7 @@ class RolloutWorker:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values: what a resumed run needs to go on with exactly the next prompt."""
-        return self._wait(self._actor.call(RolloutActor.state_dict), "the rollout manager's state")
+        return self._wait(self._actor.call(RolloutActor.state_dict), "the rollout worker's state")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where :meth:`state_dict` was called.
@@ -105,7 +105,7 @@ class RolloutWorker:
         Raises:
             ValueError: the state is damaged or of other prompts.
         """
-        self._wait(self._actor.call(RolloutActor.load_state_dict, state), "the rollout manager to restore its state")
+        self._wait(self._actor.call(RolloutActor.load_state_dict, state), "the rollout worker to restore its state")
 
     def status(self) -> str:
         """What the actor is waiting for, for a driver whose own wait gets long. Never raises."""
@@ -114,7 +114,7 @@ class RolloutWorker:
         try:
             return str(ray.get(self._actor.call(RolloutActor.status), timeout=5))
         except ray.exceptions.RayError:  # the wait itself will say what is wrong
-            return "no answer from the rollout manager"
+            return "no answer from the rollout worker"
 
     def close(self) -> list[Ref[None]]:
         """Asks the actor to close its connections; does not wait."""

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 
 _GOOD = 2e-3
-"""Relative gap within a slot, and between ranks, below which nothing more is to be won."""
-_RANKS_GOOD, _RANKS_GOOD_FEW, _FEW_SLOTS = 9e-4, 1.8e-2, 8
-"""How far the costliest rank may be above the mean, with at least so many slots, and with fewer: then evening the ranks
+"""Relative gap within a round, and between ranks, below which nothing more is to be won."""
+_RANKS_GOOD, _RANKS_GOOD_FEW, _FEW_ROUNDS = 9e-4, 1.8e-2, 8
+"""How far the costliest rank may be above the mean, with at least so many rounds, and with fewer: evening the ranks
 further costs more in lock-step than it wins."""
 _RANKS_LEFT = 0.98
 """An exchange is worth it when it leaves at most this much of the gap between two ranks."""
 _ALLOWANCES = ((0.01, False), (0.05, False), (np.inf, False), (np.inf, True))
-"""By how much a slot's costliest bin may become costlier for the sake of even ranks, and whether one sample may be
+"""By how much a round's costliest bin may become costlier for the sake of even ranks, and whether one sample may be
 exchanged for two: under a tight cap on tokens that is what makes a full bin cheaper."""
 _MOST_EXCHANGES = 1 << 20
 """Bins with more exchanges of one sample for two are fine-grained enough without, and the table of them is memory."""
@@ -104,25 +104,25 @@ class Bins:
         self._give(low, int(bin_of[at]), backs[i], [int(theirs[at])])
         return True
 
-    def even_ranks(self, slots: list[list[int]], *, lock_step: bool = False) -> None:
-        """Evens the sum of each rank's bins: by swaps of whole bins within a slot, then by exchanges of samples there.
+    def even_ranks(self, rounds: list[list[int]], *, lock_step: bool = False) -> None:
+        """Evens the sum of each rank's bins: by swaps of whole bins within a round, then by exchanges of samples there.
 
-        An exchange that makes a slot's costliest bin costlier costs time in lock-step, so those that do so by little
+        An exchange that makes a round's costliest bin costlier costs time in lock-step, so those that do so by little
         come first.
 
         Args:
-            slots: for each slot the bin of each rank; changed in place.
-            lock_step: no slot's costliest bin may become costlier.
+            rounds: for each round the bin of each rank; changed in place.
+            lock_step: no round's costliest bin may become costlier.
         """
-        table = np.array(slots)
-        good = _RANKS_GOOD if len(table) >= _FEW_SLOTS else _RANKS_GOOD_FEW
+        table = np.array(rounds)
+        good = _RANKS_GOOD if len(table) >= _FEW_ROUNDS else _RANKS_GOOD_FEW
         for allowance, pairs in ((0.0, False),) if lock_step else _ALLOWANCES:
             for _ in range(10 * table.shape[1]):
                 loads = self.costs[table].sum(axis=0)
                 order = np.argsort(loads, kind="stable")
                 top = int(order[-1])
                 if loads[top] <= (1 + good) * loads.mean():
-                    slots[:] = table.tolist()
+                    rounds[:] = table.tolist()
                     return
                 others = order[:-1][:_PARTNERS]
                 gaps = loads[top] - loads[others]
@@ -131,10 +131,10 @@ class Bins:
                     for r, gap in zip(others, gaps, strict=True)
                 ):
                     break
-        slots[:] = table.tolist()
+        rounds[:] = table.tolist()
 
     def _swap_bins(self, table: np.ndarray, top: int, others: np.ndarray, gaps: np.ndarray) -> bool:
-        """Swaps the bins of two ranks in the slot where that evens them best; the slots stay as they are.
+        """Swaps the bins of two ranks in the round where that evens them best; the rounds stay as they are.
 
         The partner is the first of ``others`` with whom that leaves less than 0.7 of their gap.
         """
@@ -149,9 +149,9 @@ class Bins:
         return True
 
     def _even_rank_pair(self, table: np.ndarray, top: int, low: int, gap: float, allowance: float, pairs: bool) -> bool:
-        """The one exchange, in whatever slot, that evens the two ranks best."""
+        """The one exchange, in whatever round, that evens the two ranks best."""
         best: tuple[float, int, list[int], list[int]] | None = None
-        # A sum, not a product: an allowance without bound on a slot without cost.
+        # A sum, not a product: an allowance without bound on a round without cost.
         costliest = self.costs[table].max(axis=1)
         ceilings = costliest + (allowance * costliest if np.isfinite(allowance) else np.inf)
         for k, ceiling in enumerate(ceilings.tolist()):

@@ -10,7 +10,7 @@ from relax_data.packing.balance import Bins
 _TRIES = 3
 """Numbers of bins that are tried before the best-fit packing decides."""
 _HEAVY = 1.05
-"""A slot is heavy when its longest sample costs this many times an average bin: less is evened without help."""
+"""A round is heavy when its longest sample costs this many times an average bin: less is evened without help."""
 
 
 def fill(tokens: np.ndarray, costs: np.ndarray, cap: int, *, dp_size: int, multiple_of: int) -> list[list[int]]:
@@ -49,8 +49,8 @@ def round_up(n: int, multiple: int) -> int:
 def _fill_count(
     tokens: np.ndarray, costs: np.ndarray, order: list[int], cap: int, dp_size: int, count: int
 ) -> list[list[int]] | None:
-    """``count`` bins: first the heavy slots, as many as leave room for the rest, then even ones. None: none found."""
-    heavy = _heavy_slots(tokens, costs, order, cap, dp_size, count) if dp_size > 1 else []
+    """``count`` bins: first the heavy rounds, as many as leave room for the rest, then even ones. None: none found."""
+    heavy = _heavy_rounds(tokens, costs, order, cap, dp_size, count) if dp_size > 1 else []
     while True:
         taken = {i for b in heavy for i in b}
         rest = [i for i in order if i not in taken]
@@ -62,13 +62,13 @@ def _fill_count(
         heavy = heavy[: len(heavy) // dp_size // 2 * dp_size]
 
 
-def _heavy_slots(
+def _heavy_rounds(
     tokens: np.ndarray, costs: np.ndarray, order: list[int], cap: int, dp_size: int, count: int
 ) -> list[list[int]]:
-    """The bins of the slots whose longest sample alone costs more than an average bin of what is left (by ``_HEAVY``).
+    """The bins of the rounds whose longest sample alone costs more than an average bin of what is left (by ``_HEAVY``).
 
-    Such a slot waits for that sample. Its other bins get the next longest ones, and each the longest others that fit,
-    since under a cap on tokens those cost most. What one slot does not lose here no exchange has to win back later.
+    Such a round waits for that sample. Its other bins get the next longest ones, and each the longest others that fit,
+    since under a cap on tokens those cost most. What one round does not lose here no exchange has to win back later.
     """
     size, cost = tokens.tolist(), costs.tolist()
     left, work = count, float(costs.sum())

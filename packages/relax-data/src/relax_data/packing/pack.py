@@ -1,9 +1,9 @@
 """Samples to micro-batches: under a hard token cap, as many on every data-parallel rank, evenly loaded.
 
-Ranks of one step run in lock-step (they meet in every all-reduce, and with pipeline parallelism in every slot), so
-slot ``k`` takes as long as the slowest ``k``-th micro-batch. :func:`pack` therefore fills ``m`` bins under the cap,
+Ranks of one step run in lock-step (they meet in every all-reduce, and with pipeline parallelism in every round), so
+round ``k`` takes as long as the slowest ``k``-th micro-batch. :func:`pack` therefore fills ``m`` bins under the cap,
 where ``m`` is the lower bound ``ceil(sum / cap)`` rounded up to what all ranks need, puts bins with samples of like
-cost into one slot, and exchanges samples until slots and ranks are even. All of it is deterministic.
+cost into one round, and exchanges samples until rounds and ranks are even. All of it is deterministic.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from relax_data.packing.bins import fill, round_up
 Cost = Callable[[np.ndarray], np.ndarray] | Sequence[float] | np.ndarray
 
 _DONORS = 16
-"""So many of the bins next in turn give samples to a slot."""
+"""So many of the bins next in turn give samples to a round."""
 
 
 def pack(
@@ -35,11 +35,11 @@ def pack(
         max_tokens: hard cap of a micro-batch.
         dp_size: number of data-parallel ranks.
         multiple_of: the number of micro-batches a rank is a multiple of this (pipeline parallelism).
-        cost: what is evened out over slots and ranks: a function of the lengths (:class:`CostModel`), or one number a
+        cost: what is evened out over rounds and ranks: a function of the lengths (:class:`CostModel`), or one number a
             sample. None is the number of tokens.
         lock_step: the ranks meet in every micro-batch (experts over the data-parallel ranks, sharded parameters), so
-            that only slots count: ranks are evened only as far as no slot gets slower. Without it the ranks' sums are
-            evened as well, at the expense of slots where a single long sample forces them apart.
+            that only rounds count: ranks are evened only as far as no round gets slower. Without it the ranks' sums are
+            evened as well, at the expense of rounds where a single long sample forces them apart.
 
     Returns:
         For each rank a list of micro-batches, each a rising list of sample indices; every sample is in exactly one.
@@ -125,19 +125,19 @@ def _cut(items: list[int], n: int) -> list[list[int]]:
 
 
 def _spread(bins: Bins, dp_size: int, lock_step: bool) -> list[list[list[int]]]:
-    """Bins of like cost into one slot, evened there, then dealt so that the ranks come out even."""
-    slots = _slots(bins, dp_size)
+    """Bins of like cost into one round, evened there, then dealt so that the ranks come out even."""
+    rounds = _rounds(bins, dp_size)
     if dp_size > 1:
-        slots = _deal(bins, slots, dp_size)
-        bins.even_ranks(slots, lock_step=lock_step)
-    return [[sorted(bins.items[slot[r]]) for slot in slots] for r in range(dp_size)]
+        rounds = _deal(bins, rounds, dp_size)
+        bins.even_ranks(rounds, lock_step=lock_step)
+    return [[sorted(bins.items[row[r]]) for row in rounds] for r in range(dp_size)]
 
 
-def _slots(bins: Bins, dp_size: int) -> list[list[int]]:
-    """The ``dp_size`` bins with the costliest samples make a slot, which is evened; then the next ones.
+def _rounds(bins: Bins, dp_size: int) -> list[list[int]]:
+    """The ``dp_size`` bins with the costliest samples make a round, which is evened; then the next ones.
 
-    What a full bin of one long sample costs cannot be had with short ones, so slots differ in cost; within a slot the
-    cheaper bins are filled up to the costliest one at the expense of the slots that follow.
+    What a full bin of one long sample costs cannot be had with short ones, so rounds differ in cost; within a round the
+    cheaper bins are filled up to the costliest one at the expense of the rounds that follow.
     """
 
     def stiffest_first(b: int) -> tuple[float, float, int]:
@@ -145,33 +145,33 @@ def _slots(bins: Bins, dp_size: int) -> list[list[int]]:
         return -bins.largest(b), -float(bins.costs[b]), b
 
     rest = sorted(range(len(bins)), key=stiffest_first)
-    slots = []
+    rounds = []
     while rest:
-        slot, rest = rest[:dp_size], rest[dp_size:]
+        first, rest = rest[:dp_size], rest[dp_size:]
         if dp_size > 1:
-            bins.even_out(slot)
-            target = float(bins.costs[slot].max())
-            for b in sorted(slot, key=stiffest_first):
+            bins.even_out(first)
+            target = float(bins.costs[first].max())
+            for b in sorted(first, key=stiffest_first):
                 bins.raise_to(b, target, rest[:_DONORS])
             rest.sort(key=stiffest_first)
-        slots.append(slot)
-    return slots
+        rounds.append(first)
+    return rounds
 
 
-def _deal(bins: Bins, slots: list[list[int]], dp_size: int) -> list[list[int]]:
-    """In each slot the costliest bin goes to the rank with least so far; the most uneven slots are dealt first."""
+def _deal(bins: Bins, rounds: list[list[int]], dp_size: int) -> list[list[int]]:
+    """In each round the costliest bin goes to the rank with least so far; the most uneven rounds are dealt first."""
     loads = np.zeros(dp_size)
     dealt: dict[int, list[int]] = {}
-    spread = [float(bins.costs[s].max() - bins.costs[s].min()) for s in map(np.array, slots)]
-    for k in sorted(range(len(slots)), key=lambda k: (-spread[k], k)):
+    spread = [float(bins.costs[s].max() - bins.costs[s].min()) for s in map(np.array, rounds)]
+    for k in sorted(range(len(rounds)), key=lambda k: (-spread[k], k)):
         ranks = np.argsort(loads, kind="stable")
-        by_cost = sorted(slots[k], key=lambda b: (-bins.costs[b], b))
+        by_cost = sorted(rounds[k], key=lambda b: (-bins.costs[b], b))
         row = [0] * dp_size
         for rank, b in zip(ranks.tolist(), by_cost, strict=True):
             row[rank] = b
             loads[rank] += bins.costs[b]
         dealt[k] = row
-    return [dealt[k] for k in range(len(slots))]
+    return [dealt[k] for k in range(len(rounds))]
 
 
 def balance(
@@ -205,7 +205,7 @@ def balance(
 
 
 def _deal_evenly(costs: np.ndarray, ranks: int) -> list[list[int]]:
-    """Rounds of one sample a rank, costliest first, each round's costliest to the cheapest rank; then exchanges."""
+    """Turns of one sample a rank, costliest first, each turn's costliest to the cheapest rank; then exchanges."""
     order = np.argsort(-costs, kind="stable").tolist()
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     loads = np.zeros(ranks)

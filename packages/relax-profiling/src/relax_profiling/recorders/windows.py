@@ -1,7 +1,7 @@
-"""Windows of profiled steps, on which of two clocks. Needs no torch.
+"""Windows of profiled steps, in which of two counts. Needs no torch.
 
 A rollout id is absolute and goes on across resume; a launch offset is 0 for the first training step of this launch,
-whatever was resumed. They are distinct types, so that a window on one clock cannot be asked about the other.
+whatever was resumed. They are distinct types, so that a window in one count cannot be asked about the other.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ class LaunchOffset(int):
     """Training steps done by this launch before this one: 0 for its first step."""
 
 
-ClockT = TypeVar("ClockT", RolloutId, LaunchOffset)
+CounterT = TypeVar("CounterT", RolloutId, LaunchOffset)
 
 
 @dataclasses.dataclass(frozen=True)
-class StepWindow(Generic[ClockT]):
-    """A set of steps on one clock.
+class StepWindow(Generic[CounterT]):
+    """A set of steps in one count.
 
     Attributes:
-        clock: :class:`RolloutId` or :class:`LaunchOffset`.
+        counter: :class:`RolloutId` or :class:`LaunchOffset`.
         first: first step, inclusive.
         last: last step, inclusive; None is "to the end of the run".
         steps: an explicit list; it wins over ``first`` and ``last``.
@@ -34,7 +34,7 @@ class StepWindow(Generic[ClockT]):
         ValueError: for a negative bound, ``last < first`` or an empty list.
     """
 
-    clock: type[ClockT]
+    counter: type[CounterT]
     first: int = 0
     last: int | None = None
     steps: frozenset[int] | None = None
@@ -44,17 +44,17 @@ class StepWindow(Generic[ClockT]):
         if wrong:
             raise ValueError(wrong)
 
-    def __contains__(self, step: ClockT) -> bool:
-        if not isinstance(step, self.clock):
-            raise TypeError(f"this window counts in {self.clock.__name__}, not in {type(step).__name__}")
+    def __contains__(self, step: CounterT) -> bool:
+        if not isinstance(step, self.counter):
+            raise TypeError(f"this window counts in {self.counter.__name__}, not in {type(step).__name__}")
         if self.steps is not None:
             return int(step) in self.steps
         return self.first <= step and (self.last is None or step <= self.last)
 
-    def is_over(self, step: ClockT) -> bool:
+    def is_over(self, step: CounterT) -> bool:
         """Whether no step from ``step`` on (inclusive) can be in the window."""
-        if not isinstance(step, self.clock):
-            raise TypeError(f"this window counts in {self.clock.__name__}, not in {type(step).__name__}")
+        if not isinstance(step, self.counter):
+            raise TypeError(f"this window counts in {self.counter.__name__}, not in {type(step).__name__}")
         last = max(self.steps) if self.steps is not None else self.last
         return last is not None and step > last
 

@@ -26,7 +26,7 @@ class EngineRouter:
         if concurrency < 1:
             raise ValueError(f"--sglang-server-concurrency is {concurrency}; it must be at least 1")
         self._engines = list(engines)
-        self._slots = asyncio.Semaphore(concurrency * len(engines))
+        self._permits = asyncio.Semaphore(concurrency * len(engines))
         self._load = [0] * len(engines)
         self._running: dict[str, int] = {}
         self._closed = False
@@ -50,7 +50,7 @@ class EngineRouter:
         Raises:
             EngineDied: its message names the engine.
         """
-        async with self._slots:
+        async with self._permits:
             if self._closed:
                 return GenerateResult(tokens=[], log_probs=[], versions=[], finish_reason="abort")
             index = min(range(len(self._engines)), key=self._load.__getitem__)

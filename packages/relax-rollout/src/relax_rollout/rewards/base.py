@@ -53,7 +53,7 @@ class Reward(abc.ABC):
         self.name = name
         self._reward_key = reward_key
         self._per_group = per_group
-        self._slots = LoopLocal(lambda: asyncio.Semaphore(max_concurrency))
+        self._permits = LoopLocal(lambda: asyncio.Semaphore(max_concurrency))
         self._timeout_s = CALL_TIMEOUT_S
 
     @property
@@ -85,7 +85,7 @@ class Reward(abc.ABC):
                     f"{sample.name}: {self.name} compares with the label, but the row has none; "
                     "give its key with --label-key"
                 )
-        async with self._slots.get():
+        async with self._permits.get():
             with self._errors_of(samples):
                 raw = await asyncio.wait_for(guarded(self.score, samples), self._timeout_s)
         if not isinstance(raw, list | tuple) or len(raw) != len(samples):

@@ -31,7 +31,6 @@ OTHERS = {
     "--help": "every command",
     "--html": "relax report",
     "--in-turn": "a recipe of extending.md adds it",
-    "--isolated": "uv",
     "--json": "relax report",
     "--local-dir": "hf download",
     "--max-token-per-gpu": "a misspelt flag, as an example",
@@ -43,13 +42,11 @@ OTHERS = {
     "--nproc-per-node": "torchrun",
     "--num-steps": "relax profile",
     "--only": "a script of the tests",
-    "--only-group": "uv",
     "--out": "relax profile",
     "--peak-tflops": "relax report",
     "--port": "ray start",
     "--python": "uv",
     "--sglang-": "begins the flags that go to SGLang's server",
-    "--strict": "mkdocs",
     "--url": "relax profile",
     "--x": "stands for any flag",
 }
@@ -181,6 +178,20 @@ def name_is_known(dotted: str) -> bool:
 def test_every_module_that_is_named_exists(page: Path) -> None:
     names = {n for span in spans(page) for n in re.findall(r"(?<![\w./-])relax_[a-z]+(?:\.\w+)+", span)}
     assert [name for name in sorted(names) if not name_is_known(name)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_class_that_is_named_exists(page: Path) -> None:
+    word = r"(?:[A-Z][a-z]+){2,}\b"
+    names = {found[0] for span in spans(page) if (found := re.match(word, span))}
+    assert names - defined() - {"TensorBoard", "TransferQueue", "ValueError"} == set()
+
+
+@pytest.mark.parametrize("page", SITE, ids=[page.name for page in SITE])
+def test_every_function_and_field_that_is_named_exists(page: Path) -> None:
+    words = {w for file in ROOT.glob("packages/*/src/**/*.py") for w in re.findall(r"\w+", text_of(file))}
+    names = {span for span in spans(page) if re.fullmatch(r"[a-z]+(?:_[a-z]+)+", span)}
+    assert names - words == set()
 
 
 def path_is_known(path: str) -> bool:

@@ -166,13 +166,14 @@ def whitened(advantages: Sequence[Floats], masks: Sequence[np.ndarray], all_redu
 
     Args:
         advantages: ``[response]`` for each own sample.
-        masks: ``[response]`` for each own sample, 1 on trained tokens.
+        masks: ``[response]`` for each own sample, 1 on trained tokens; the advantages of others may be anything.
         all_reduce: sums an array over the ranks that hold the samples.
 
     Returns:
         float64 ``[response]`` for each own sample; the input when no token is trained on any rank.
     """
-    pairs = list(zip(advantages, masks, strict=True))
+    # Untrained tokens may hold anything, and not-a-number times 0 is not 0.
+    pairs = [(np.where(m > 0, a, 0.0), m) for a, m in zip(advantages, masks, strict=True)]
     sums = [sum(float(m.sum(dtype=np.float64)) for m in masks), sum(float((a * m).sum()) for a, m in pairs)]
     count, total = all_reduce(np.array(sums, dtype=np.float64))
     if count == 0:

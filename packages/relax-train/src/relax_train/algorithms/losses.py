@@ -252,6 +252,7 @@ def policy_loss(  # noqa: PLR0913  # columns of one batch
             high=1 + settings.upper_clip,
         )
     )
+    surrogate = surrogate.where(trained, 0)  # a loss of the user may give anything there
     if settings.use_tis:
         tis = tis_weights(old, rollout, settings.tis_clip)
         surrogate = surrogate * tis

@@ -6,14 +6,17 @@ then takes the name, and the first line of its docstring is its help. A function
 is taken in place of a name.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from relax_data.errors import describe
 from relax_data.hooks import hook_problem, is_async, load_function
+from relax_data.options import LARGEST_FLOAT
 
 from relax_train.algorithms import estimators, surrogates
 from relax_train.algorithms.estimators import AdvantageInputs
@@ -127,7 +130,11 @@ def load_estimator(name: str) -> Estimator:
     function = _load(ESTIMATOR_FLAG, name, ADVANTAGES, "the AdvantageInputs")
 
     def checked(inputs: AdvantageInputs) -> list[np.ndarray]:
-        return _checked_advantages(name, inputs, function(inputs))
+        with _told(ESTIMATOR_FLAG, name):
+            # A generator computes while it is read.
+            found = function(_read_only(inputs))
+            found = list(found) if inspect.isgenerator(found) else found
+        return _checked_advantages(name, inputs, found)
 
     return Estimator(checked)
 
@@ -146,16 +153,17 @@ def load_loss(name: str) -> Loss:
     function = _load(LOSS_FLAG, name, LOSSES, "the LossInputs")
 
     def checked(inputs: LossInputs) -> Objective:
-        found: Any = function(inputs)
-        shape = inputs.log_probs.shape
-        shapes = [getattr(column, "shape", None) for column in found] if isinstance(found, Objective) else None
-        if not isinstance(found, Objective) or shapes != [shape] * 3:
+        columns = {f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs) if f.name not in ("low", "high")}
+        before = {column: tensor._version for column, tensor in columns.items()}  # counts changes in place
+        with _told(LOSS_FLAG, name):
+            found = function(inputs)
+        changed = [f"inputs.{column}" for column, tensor in columns.items() if tensor._version != before[column]]
+        if changed:
             raise ValueError(
-                f"{LOSS_FLAG} {name!r} must return relax_train.algorithms.surrogates.Objective(values, clipped_low, "
-                f"clipped_high) of tensors with one entry for each of the {shape[0]} tokens, not "
-                f"{type(found).__name__ if shapes is None else f'tensors of the shapes {shapes}'}"
+                f"{LOSS_FLAG} {name!r} changed {', '.join(changed)} in place, which the trainer goes on with; compute "
+                "new tensors instead"
             )
-        return found
+        return _checked_objective(name, inputs, found)
 
     return Loss(checked)
 
@@ -180,6 +188,68 @@ def _load(flag: str, name: str, table: Iterable[str], argument: str) -> Callable
     return function
 
 
+@contextlib.contextmanager
+def _told(flag: str, name: str) -> Iterator[None]:
+    """Says of an error of the user's function whose it is.
+
+    Raises:
+        ValueError: the function raised; what it raised is chained.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() of the function would end the rank without a word
+        raise ValueError(f"{flag} {name!r} raised {describe(error)}") from error
+
+
+def _read_only(inputs: AdvantageInputs) -> AdvantageInputs:
+    """The same numbers, in arrays that cannot be written: they are those that the trainer goes on with."""
+
+    def view(array: np.ndarray) -> np.ndarray:
+        seen = array.view()
+        seen.flags.writeable = False
+        return seen
+
+    return dataclasses.replace(
+        inputs,
+        rewards=view(inputs.rewards),
+        group_ids=view(inputs.group_ids),
+        trained_tokens=view(inputs.trained_tokens),
+        own=view(inputs.own),
+        masks=[view(mask) for mask in inputs.masks],
+        kl=None if inputs.kl is None else [view(kl) for kl in inputs.kl],
+    )
+
+
+def _checked_objective(name: str, inputs: LossInputs, found: Any) -> Objective:
+    """What a user's loss returned, if it is what it must be.
+
+    Raises:
+        ValueError: it is not; the message says what of it.
+    """
+    start = f"{LOSS_FLAG} {name!r} must return relax_train.algorithms.surrogates.Objective(values, clipped_low, "
+    start += "clipped_high) of tensors with one entry for each of the "
+    shape, kind = inputs.log_probs.shape, type(inputs.log_probs)
+    if not isinstance(found, Objective) or not all(isinstance(column, kind) for column in found):
+        kinds = [type(column).__name__ for column in found] if isinstance(found, Objective) else type(found).__name__
+        raise ValueError(f"{start}{shape[0]} tokens, not {kinds}")
+    shapes = [column.shape for column in found]
+    if shapes != [shape] * 3:
+        raise ValueError(f"{start}{shape[0]} tokens, not tensors of the shapes {shapes}")
+    values, *clipped = found
+    if not values.is_floating_point():
+        raise ValueError(f"{LOSS_FLAG} {name!r}: its values must be floating-point numbers, not {values.dtype}")
+    if inputs.log_probs.requires_grad and not values.requires_grad:
+        raise ValueError(
+            f"{LOSS_FLAG} {name!r}: no gradient can flow through its values, so nothing would be learned; compute them "
+            "from inputs.ratio or inputs.log_probs, without detach() and torch.no_grad()"
+        )
+    if wrong := [str(flags.dtype) for flags in clipped if str(flags.dtype) != "torch.bool"]:
+        raise ValueError(f"{LOSS_FLAG} {name!r}: clipped_low and clipped_high must be torch.bool, not {wrong[0]}")
+    return found
+
+
 def _checked_advantages(name: str, inputs: AdvantageInputs, found: Any) -> list[np.ndarray]:
     """What a user's estimator returned, as float64 arrays, if it is what it must be.
 
@@ -189,13 +259,15 @@ def _checked_advantages(name: str, inputs: AdvantageInputs, found: Any) -> list[
     start = f"{ESTIMATOR_FLAG} {name!r} must return a list with a [response] array for each of its samples"
     try:
         arrays = [np.asarray(column, dtype=np.float64) for column in found]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last of torch, about its gradient
         raise ValueError(f"{start}, not {type(found).__name__}: {error}") from error
     if len(arrays) != len(inputs.masks):
         raise ValueError(f"{start}: it has {len(arrays)} arrays for {len(inputs.masks)} samples")
     for i, (column, mask) in enumerate(zip(arrays, inputs.masks, strict=True)):
         if column.shape != mask.shape:
             raise ValueError(f"{start}: number {i} has the shape {column.shape} for a response of {len(mask)} tokens")
-        if not np.isfinite(column[mask > 0]).all():
-            raise ValueError(f"{start}: number {i} holds values that are not finite numbers on trained tokens")
+        if not (np.abs(column[mask > 0]) <= LARGEST_FLOAT).all():
+            raise ValueError(
+                f"{start}: number {i} holds values that are not finite numbers of float32 on trained tokens"
+            )
     return arrays

@@ -148,6 +148,20 @@ ABSURD: list[tuple[dict[str, Any], str]] = [
     ({"attention_bias": True}, "attention_bias True is not supported"),
     ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope type 'yarn' is not supported"),
     ({"rope_parameters": 7}, "rope_parameters should be an object"),
+    # As a model card says how to stretch the context, in a file that transformers 5 wrote.
+    (
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "rope_scaling": {"rope_type": "yarn", "factor": 4},
+        },
+        "rope_parameters and rope_scaling are both there and differ",
+    ),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "only full_attention in every layer is"),
+    ({"layer_types": 3}, "layer_types 3 is not supported"),
+    (
+        {"model_type": "qwen3_moe", "num_experts": 10**9, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+        "a layer of 1,000,000,000 experts; num_experts is wrong",
+    ),
     (
         {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 8},
         "8 of only 4",

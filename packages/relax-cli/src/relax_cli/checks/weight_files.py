@@ -87,7 +87,9 @@ def _differences(folder: Path, shapes: Shapes, model: ModelShape) -> list[str]:
         if shapes.get(name) != shape:
             has = f"{name} {list(shapes[name])}" if name in shapes else f"no {name}"
             return [f"{folder}: config.json asks for {name} {list(shape)}, but the weights have {has}; {_FIX}"]
-    one_more = {name for kind in model.weights for name, _ in model.layer_tensors(model.layers, kind)}
+    # A further layer has norms and attention; the names of its experts may be many.
+    shared = {weight for weights in model.weights.values() for weight in weights if not weight.of_expert}
+    one_more = {name for weight in shared for name, _ in model.named(weight, layer=model.layers)}
     beyond = [name for name in shapes if name in one_more]
     if beyond:
         return [f"{folder}: config.json says {model.layers} layers, but the weights have {beyond[0]} too; {_FIX}"]

@@ -29,7 +29,7 @@ SHAPE_KEYS = (
 )
 """Keys of ``config.json`` that decide the shapes of the weights."""
 _LARGEST = 10**9
-_MOST_LAYERS = 10**5
+_MOST_LAYERS = _MOST_EXPERTS = 10**5
 _MOST_PARAMETERS = 10**14
 
 
@@ -172,8 +172,15 @@ class Architecture:
         found += [
             f"{key} {config[key]!r} is not supported; use a model without it" for key in self.refuses if config.get(key)
         ]
+        if (kinds := config.get("layer_types")) is not None and not _all_full_attention(kinds):
+            found.append(f"layer_types {str(kinds)[:60]} is not supported; only full_attention in every layer is")
         rope = _rope(config)
-        if not isinstance(rope, Mapping):
+        if rope and config.get("rope_parameters") not in (None, {}, rope):
+            found.append(
+                "rope_parameters and rope_scaling are both there and differ, and SGLang would take the second alone; "
+                "remove one of them"
+            )
+        elif not isinstance(rope, Mapping):
             found.append(f"rope_parameters should be an object, not {str(rope)[:40]!r}")
         elif (kind := _rope_type(rope)) not in self.rope_types:
             found.append(
@@ -206,7 +213,7 @@ class Architecture:
             raise ValueError(f"config.json: {problem}")
         config = {**self.defaults, **config}
         kinds = self.layer_kinds(config, self._layers(config))
-        experts = integer(config, experts_key(config), 0, least=0) if "experts" in kinds else 0
+        experts = self._experts(config) if "experts" in kinds else 0
         shape = ModelShape(
             model_type=self.model_type,
             kinds=kinds,
@@ -243,6 +250,13 @@ class Architecture:
             raise ValueError(f"config.json: its sizes make a model of {layers:,} layers; num_hidden_layers is wrong")
         return layers
 
+    def _experts(self, config: Config) -> int:
+        key = experts_key(config)
+        experts = integer(config, key, 0, least=0)
+        if experts > _MOST_EXPERTS:
+            raise ValueError(f"config.json: its sizes make a layer of {experts:,} experts; {key} is wrong")
+        return experts
+
 
 def _check_sizes(shape: ModelShape) -> None:
     if shape.heads % shape.kv_heads:
@@ -266,7 +280,12 @@ def _positive(key: str, value: Any) -> float:
 
 
 def _rope(config: Config) -> Any:
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # As transformers 5 does: a rope_scaling that was added by hand takes the place of rope_parameters.
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def _all_full_attention(kinds: Any) -> bool:
+    return isinstance(kinds, list | tuple) and all(kind == "full_attention" for kind in kinds)
 
 
 def _rope_type(rope: Config) -> Any:

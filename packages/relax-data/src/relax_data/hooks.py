@@ -16,8 +16,11 @@ from relax_data.errors import describe
 def hook_problem(flag: str, path: str) -> str | None:
     """What is wrong with ``path``, as far as it can be told without importing the user's code; None if nothing is."""
     module, colon, function = path.rpartition(":")
-    if not colon or not module or not function.isidentifier():
-        return f"{flag} {path!r} is not of the form module:function (for example my_rewards:score)"
+    named = module.endswith(".py") or not {"/", "\\"} & set(module)
+    if not colon or not module or not function.isidentifier() or not named:
+        return (
+            f"{flag} {path!r} is not of the form module:function (for example my_rewards:score or my_rewards.py:score)"
+        )
     if module.endswith(".py"):
         if not Path(module).is_file():
             return f"{flag} {path!r}: there is no file {module}"

@@ -1,5 +1,6 @@
 """The prompt ledger: a run killed at any point trains every prompt once or has it dropped with a reason."""
 
+import base64
 import copy
 import json
 import random
@@ -136,6 +137,9 @@ def test_a_resumed_ledger_has_every_open_group_at_rest() -> None:
     assert ids(ledger.groups()) == [0, 1, 2, 3, 4], "the two share nothing"
 
 
+OF_A_LOST_MODULE = {"__object__": base64.b64encode(b"cno_such_module\nThing\n.").decode()}
+
+
 def change(number: int, **fields: Any) -> Callable[[Any], None]:
     return lambda opened: opened[number].update(fields)
 
@@ -152,6 +156,12 @@ def change(number: int, **fields: Any) -> Callable[[Any], None]:
         (lambda opened: opened.pop(), "4 prompts were handed out and 3 are accounted for"),
         (lambda opened: opened[0]["samples"][0]["tokens"].pop(), "f.jsonl:2 response 0: 1 tokens but 2 log_probs"),
         (lambda opened: opened[0].pop("samples"), "KeyError"),
+        (lambda opened: opened[0]["prompt"].update(label={"__object__": ""}), "cannot be read back: EOFError"),
+        (
+            lambda opened: opened[0]["prompt"].update(label={"__object__": "AAAA"}),
+            "cannot be read back: UnpicklingError",
+        ),
+        (lambda opened: opened[0]["prompt"].update(label=OF_A_LOST_MODULE), "cannot be read back: ModuleNotFoundError"),
     ],
 )
 def test_a_damaged_state_is_refused_with_its_prompts_and_changes_nothing(

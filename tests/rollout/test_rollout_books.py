@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from relax_data.prompts.ledger import LedgerError, PromptState
+from relax_data.serialization import check_format
 from relax_data.types import Prompt, SampleGroup, SampleStatus
 from relax_rollout.hooks import load_function
 from relax_rollout.loop.context import RolloutContext
@@ -401,6 +402,11 @@ async def test_a_damaged_state_is_refused_and_loads_nothing(make_loop: MakeLoop)
         damage(damaged["ledger"]["open"])
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(damaged)
+    for odd in (state | {"dropped": 7}, state | {"dropped": [{}]}, {k: v for k, v in state.items() if k != "source"}):
+        with pytest.raises(ValueError, match=r"rollout state of the checkpoint is damaged: .*; load another checkpoint"):
+            other.load_state_dict(odd)
+    with pytest.raises(ValueError, match="is damaged: it is no object, but '\\[\\]'"):
+        check_format([])
     assert ids((await other.generate(0, 0)).groups) == [0], "it starts with the first prompt"
 
 

@@ -4,6 +4,7 @@ import base64
 import pickle
 from typing import Any
 
+from relax_data.errors import describe
 from relax_data.types import Prompt, Sample, SampleGroup, SampleStatus
 
 STATE_FORMAT = 2
@@ -56,7 +57,7 @@ def from_plain(value: Any) -> Any:
         if set(value) == {_BYTES}:
             return base64.b64decode(value[_BYTES])
         if set(value) == {_OBJECT}:
-            return pickle.loads(base64.b64decode(value[_OBJECT]))
+            return _unpickled(value[_OBJECT])
         if set(value) == {_DICT}:
             value = value[_DICT]
         return {k: from_plain(v) for k, v in value.items()}
@@ -65,12 +66,26 @@ def from_plain(value: Any) -> Any:
     return value
 
 
-def check_format(state: dict[str, Any]) -> None:
+def _unpickled(text: str) -> Any:
+    """The value of the data that was pickled.
+
+    Raises:
+        ValueError: the bytes are damaged, or its class cannot be imported any more.
+    """
+    try:
+        return pickle.loads(base64.b64decode(text))
+    except Exception as error:  # pickle raises whatever the bytes lead to
+        raise ValueError(f"a value of the data cannot be read back: {describe(error)}") from error
+
+
+def check_format(state: object) -> None:
     """Refuses a rollout state of another format.
 
     Raises:
         ValueError: it was not written in ``STATE_FORMAT``; the message names both formats and the way out.
     """
+    if not isinstance(state, dict):
+        raise ValueError(f"the rollout state of the checkpoint is damaged: it is no object, but {str(state)[:40]!r}")
     found = state.get("format")
     if found is None and isinstance(state.get("loop"), dict):  # where format 1 had its number
         found = state["loop"].get("format")

@@ -9,6 +9,7 @@ from pathlib import Path
 from relax_data.errors import DataError
 from relax_data.options import flag
 from relax_data.readers.files import resolve_files
+from relax_data.serialization import check_format
 from relax_train.checkpoint import manifest
 from relax_train.checkpoint.folders import CheckpointError
 from relax_train.models.architectures import model_shape
@@ -207,6 +208,9 @@ def _resume_problems(config: RunConfig) -> Problems:
     sizes["expert_tensor_parallel_size"] = parallel.resolved_expert_tensor_parallel_size
     found = [manifest.files_problem(folder)]
     try:
+        rollout = saved["extra"].get("rollout")
+        if rollout is not None and not config.debug.debug_train_only:
+            found.append(_format_problem(rollout, folder))
         found.append(manifest.architecture_problem(saved, read_hf_config(model.hf_checkpoint), folder))
         found.append(manifest.layout_problem(saved, sizes, folder))
         on_gpu = None if config.placement is None else config.placement.device == "cuda"
@@ -217,3 +221,12 @@ def _resume_problems(config: RunConfig) -> Problems:
     except ValueError:
         pass  # --hf-checkpoint itself cannot be read, which is said elsewhere
     return [f"--load: {problem}" for problem in found if problem is not None]
+
+
+def _format_problem(rollout: object, folder: Path) -> str | None:
+    """A state of the prompts that this version does not read."""
+    try:
+        check_format(rollout)
+    except ValueError as error:
+        return f"{folder}: {error}"
+    return None

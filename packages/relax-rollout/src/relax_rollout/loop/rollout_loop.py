@@ -205,10 +205,16 @@ class RolloutLoop:
         """
         assert not self._busy, "a state is loaded between rollouts"
         check_format(state)
-        dropped = [DroppedPrompt(**d) for d in state["dropped"]]
+        try:
+            dropped = [DroppedPrompt(**d) for d in state["dropped"]]
+            ledger_state, source_state = state["ledger"], state["source"]
+        except (TypeError, KeyError) as error:
+            raise ValueError(
+                f"the rollout state of the checkpoint is damaged: {error!r}; load another checkpoint"
+            ) from error
         ledger = PromptLedger()
-        ledger.load_state_dict(state["ledger"])
-        self._source.load_state_dict(state["source"])
+        ledger.load_state_dict(ledger_state)
+        self._source.load_state_dict(source_state)
         self._dropped, self.ledger = dropped, ledger
         self._feed = PromptFeed(self._source, ledger, self.settings.n_samples_per_prompt)
         self._feed.restart_resized()

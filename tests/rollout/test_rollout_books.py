@@ -403,7 +403,7 @@ async def test_a_damaged_state_is_refused_and_loads_nothing(make_loop: MakeLoop)
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(damaged)
     for odd in (state | {"dropped": 7}, state | {"dropped": [{}]}, {k: v for k, v in state.items() if k != "source"}):
-        with pytest.raises(ValueError, match=r"rollout state of the checkpoint is damaged: .*; load another checkpoint"):
+        with pytest.raises(ValueError, match=r"state of the checkpoint is damaged: .*; load another checkpoint"):
             other.load_state_dict(odd)
     with pytest.raises(ValueError, match="is damaged: it is no object, but '\\[\\]'"):
         check_format([])

@@ -140,7 +140,7 @@ def build_optimizer(settings: TrainSettings, model: Model, *, total_steps: int |
             if settings.parallel.optimizer_cpu_offload:
                 part.optimizer = HostStateAdamW(part.optimizer.param_groups)
             _allocate_state(part.optimizer)
-        optimizer.scheduler = OptimizerParamScheduler(
+        optimizer.scheduler = Schedule(
             megatron,
             init_lr=0.0,
             max_lr=flags.lr,
@@ -158,6 +158,20 @@ def build_optimizer(settings: TrainSettings, model: Model, *, total_steps: int |
     model.config.grad_scale_func = megatron.scale_loss
     model.config.no_sync_func = model.chunks[0].no_sync
     return optimizer
+
+
+class Schedule(OptimizerParamScheduler):  # type: ignore[misc]  # megatron-core has no types
+    """megatron-core's schedule with a warm-up of which every step trains.
+
+    megatron-core gives step i of N, counted from 0, the share i / N of the rate, so that its first step moves no weight:
+    in reinforcement learning a whole rollout for nothing. Here it is i / N counted from 1. What follows is as there.
+    """
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """Learning rate of the step after the ``num_steps`` that were taken."""
+        if self.num_steps < self.lr_warmup_steps:
+            return float(param_group.get("max_lr", self.max_lr)) * (self.num_steps + 1) / self.lr_warmup_steps
+        return float(super().get_lr(param_group))
 
 
 class HostStateAdamW(torch.optim.AdamW):

@@ -19,8 +19,8 @@ class OptimizerSettings(Settings):
     )
     lr_warmup_iters: int = option(
         0,
-        "Optimizer steps over which the learning rate rises linearly from 0 to --lr, as in Megatron: step i of N (from "
-        "0) has i/N of it, so the first step moves no weight.",
+        "Optimizer steps over which the learning rate rises linearly to --lr: step i of N, counted from 1, has i/N of "
+        "it, so that every step trains. Megatron counts from 0.",
         ge=0,
         le=LARGEST_COUNT,
     )

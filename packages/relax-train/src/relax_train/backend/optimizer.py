@@ -35,7 +35,7 @@ class Optimizer:
         scheduler: sets the learning rate before each step.
     """
 
-    scheduler: OptimizerParamScheduler
+    scheduler: Schedule
 
     def __init__(self, model: Model, megatron: MegatronOptimizer) -> None:
         self.model, self.megatron = model, megatron
@@ -160,18 +160,20 @@ def build_optimizer(settings: TrainSettings, model: Model, *, total_steps: int |
     return optimizer
 
 
-class Schedule(OptimizerParamScheduler):  # type: ignore[misc]  # megatron-core has no types
+class Schedule(OptimizerParamScheduler):
     """megatron-core's schedule with a warm-up of which every step trains.
 
-    megatron-core gives step i of N, counted from 0, the share i / N of the rate, so that its first step moves no weight:
-    in reinforcement learning a whole rollout for nothing. Here it is i / N counted from 1. What follows is as there.
+    megatron-core gives step i of N, counted from 0, the share i / N of the rate, so the first step moves no weight: in
+    reinforcement learning a whole rollout for nothing. Here it is i / N counted from 1. What follows is as there.
     """
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """Learning rate of the step after the ``num_steps`` that were taken."""
         if self.num_steps < self.lr_warmup_steps:
-            return float(param_group.get("max_lr", self.max_lr)) * (self.num_steps + 1) / self.lr_warmup_steps
-        return float(super().get_lr(param_group))
+            highest = float(param_group.get("max_lr") or self.max_lr)
+            return highest * (self.num_steps + 1) / self.lr_warmup_steps
+        rate: float = super().get_lr(param_group)
+        return rate
 
 
 class HostStateAdamW(torch.optim.AdamW):

@@ -14,7 +14,7 @@ from relax_cli.controllers.base import Outcome
 from relax_cli.controllers.modes import CONTROLLERS
 from relax_cli.run.debug_data import FileRows, save_groups
 from relax_cli.run.progress import Progress
-from relax_cli.run.tracking import Trackers
+from relax_cli.run.tracking import Tracker, Trackers
 from relax_cli.workers.group import WorkerGroups
 from relax_cli.workers.references import RolloutRows, RowReference
 from relax_cli.workers.rollout import RolloutOutput
@@ -149,6 +149,10 @@ class RecordingWorkers(WorkerGroups):
         return self._shares_gpu
 
     @property
+    def book(self) -> Book:
+        return self._book
+
+    @property
     def calls(self) -> list[str]:
         return self._book.calls
 
@@ -180,7 +184,12 @@ def group(prompt_id: int) -> SampleGroup:
 
 
 def run(
-    workers: RecordingWorkers, *, stop: StopFlag | None = None, save: dict[str, Any] | None = None, **options: Any
+    workers: RecordingWorkers,
+    *,
+    stop: StopFlag | None = None,
+    save: dict[str, Any] | None = None,
+    trackers: list[Tracker] | None = None,
+    **options: Any,
 ) -> Outcome:
     debug = {k: options.pop(k) for k in list(options) if "debug" in k}
     config = Config(
@@ -190,7 +199,22 @@ def run(
         ClusterSettings(),
     )
     progress, controller = Progress(Console(file=io.StringIO())), CONTROLLERS[config.cluster.mode]
-    return controller(config, workers, Trackers([]), progress, stop or StopFlag()).run()  # type: ignore[arg-type]
+    return controller(config, workers, Trackers(trackers or []), progress, stop or StopFlag()).run()  # type: ignore[arg-type]
+
+
+class RecordingTracker:
+    """Notes each step between the calls of the actors, and keeps its scalars."""
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        self._book.note("log", step)
+        self.rows.append((step, scalars))
+
+    def close(self) -> None:
+        self._book.note("close")
 
 
 def only(calls: list[str], *methods: str) -> list[str]:
@@ -238,6 +262,36 @@ def test_the_checkpoint_of_a_step_holds_the_prompts_after_it() -> None:
     assert only(workers.calls, "save") == ["save 1", "save 2"], "the interval, and the last step"
     assert workers.saved_state == {"rollout": {"cursor": 3}}
     assert outcome.last_checkpoint == "s"
+
+
+def test_the_metrics_of_a_step_are_written_before_its_checkpoint() -> None:
+    """A driver that dies in between does the step again; the other way round its metrics would be lost."""
+    workers = RecordingWorkers()
+    tracker = RecordingTracker(workers.book)
+    run(workers, num_rollout=3, save={"save": "s", "save_interval": 2}, trackers=[tracker])
+    assert only(workers.calls, "train", "log", "save") == [
+        *("train 0", "log 0", "train 1", "log 1", "save 1", "train 2", "log 2", "save 2"),
+    ]
+    assert [step for step, _ in tracker.rows] == [0, 1, 2], "one row a step"
+    assert all(row["time/weight_update"] > 0 for _, row in tracker.rows)
+    assert ["time/save" in row for _, row in tracker.rows] == [False, False, True], "that of the step before"
+    for _, row in tracker.rows:
+        phases = sum(v for k, v in row.items() if k.startswith("time/") and k != "time/step")
+        assert phases == pytest.approx(row["time/step"])
+
+
+def test_a_driver_that_dies_while_it_saves_has_logged_the_step() -> None:
+    workers = RecordingWorkers()
+    tracker = RecordingTracker(workers.book)
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    workers.on_call["save 1"] = die
+    with pytest.raises(KeyboardInterrupt):
+        run(workers, num_rollout=3, save={"save": "s", "save_interval": 2}, trackers=[tracker])
+    assert {"train/loss", "rollout/reward", "time/step"} <= tracker.rows[-1][1].keys()
+    assert tracker.rows[-1][0] == 1
 
 
 def test_a_last_step_on_the_interval_is_saved_once() -> None:

@@ -6,6 +6,10 @@
         _step(rollout_id)        <-- the mode: see the controller's own file
     evaluate, unless stopped --> save what is not saved yet
 
+The metrics of a step are written before its checkpoint: a driver that dies in between does the step again, and the new
+values replace the old ones; the other way round they would be lost. What follows the line of a step, its checkpoint and
+the push of its weights, is timed as the beginning of the next step.
+
 Everything here runs in the driver and blocks. A stop (SIGINT, SIGTERM) is looked at between two steps; a wait inside a
 step gives way to it when its grace time is over.
 
@@ -40,6 +44,17 @@ class PhaseTimer:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._start = time.perf_counter()
+        self._stopped: float | None = None
+
+    def stop(self) -> None:
+        """Holds the clock until :meth:`go_on`."""
+        self._stopped = self.total()
+
+    def go_on(self) -> "PhaseTimer":
+        """Lets the clock run again; what passed in between does not count."""
+        if self._stopped is not None:
+            self._start, self._stopped = time.perf_counter() - self._stopped, None
+        return self
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -51,8 +66,8 @@ class PhaseTimer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def total(self) -> float:
-        """Seconds since the step began."""
-        return time.perf_counter() - self._start
+        """Seconds since the step began, without those in which the clock was held."""
+        return time.perf_counter() - self._start if self._stopped is None else self._stopped
 
 
 @dataclasses.dataclass
@@ -91,6 +106,9 @@ class Controller(abc.ABC):
         self.config, self.workers, self.trackers = config, workers, trackers
         self.progress, self.stop = progress, stop
         self.outcome = Outcome() if outcome is None else outcome
+        self._timer = PhaseTimer()
+        """Of the step to come: it holds what was done for it since the line of the one before."""
+        self._timer.stop()
         self._saved: int | None = None
         self._evaluated: int | None = None
 
@@ -98,7 +116,7 @@ class Controller(abc.ABC):
 
     @abc.abstractmethod
     def _step(self, rollout_id: int) -> bool:
-        """Trains on one rollout, saves if due, pushes the weights and reports. False when the prompts are used up."""
+        """Trains on one rollout, reports, saves if due, pushes the weights. False when the prompts are used up."""
 
     @abc.abstractmethod
     def _push(self, version: int, timer: PhaseTimer) -> None:
@@ -144,7 +162,8 @@ class Controller(abc.ABC):
             start = train.checkpoint.start_rollout_id
             self._saved = None  # a rollout of the loaded checkpoint's id may come again, with other weights
         if not (debug.debug_rollout_only or debug.debug_train_only):
-            self._push(start, PhaseTimer())
+            self._push(start, self._timer.go_on())
+            self._timer.stop()
         return start
 
     def _resume(self, directory: str) -> int:

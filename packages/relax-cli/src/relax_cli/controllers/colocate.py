@@ -2,7 +2,7 @@
 
 One loop in the driver; nothing runs beside it. ``t`` is the rollout id and the version of its weights:
 
-    driver      generate(t)        train(t)              save   push(t+1)            report
+    driver      generate(t)        train(t)      report  save   push(t+1)
                  |                  |                     |      |
     rollout     [prompts -> groups] [hands rows out]     [state] |
                  |   ^              |                            |
@@ -44,18 +44,21 @@ class ColocateController(Controller):
     """One launch of ``relax train --colocate``."""
 
     def _step(self, rollout_id: int) -> bool:
-        """Generate, train, push. False when the prompts are used up."""
-        timer = PhaseTimer()
+        """Generate, train, report, save, push. False when the prompts are used up."""
+        timer = self._timer.go_on()
         output = self._generate(rollout_id, timer)
         if not output.groups:
             return False
         scalars = dict(output.metrics)
         if output.manifest is not None:
             scalars |= self._train(output.manifest, self._rows(rollout_id), timer)
-            self._save_if_due(rollout_id, timer)
-            if not self.config.debug.debug_train_only:
-                self._push(rollout_id + 1, timer)
         self._report(rollout_id, scalars, timer)
+        self._timer = PhaseTimer()
+        if output.manifest is not None:
+            self._save_if_due(rollout_id, self._timer)
+            if not self.config.debug.debug_train_only:
+                self._push(rollout_id + 1, self._timer)
+        self._timer.stop()
         return True
 
     def _generate(self, rollout_id: int, timer: PhaseTimer) -> RolloutOutput:

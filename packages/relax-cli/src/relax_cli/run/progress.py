@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from relax_cli.run.tracking import one_a_step
+
 PHASES = ("generate", "log_probs", "train", "weight_update")
 """The phases of a step that the progress line shows, in the order in which they run."""
 
@@ -70,6 +72,7 @@ def plot_reward(metrics: Sequence[dict[str, Any]], path: Path) -> bool:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    metrics = one_a_step(metrics)  # else the line of a resumed run would go back in time
     train = [(m["step"], m["rollout/reward"]) for m in metrics if m.get("rollout/reward") is not None]
     evals: dict[str, list[tuple[int, float]]] = {}
     for m in metrics:

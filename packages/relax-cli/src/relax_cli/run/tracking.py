@@ -1,9 +1,15 @@
-"""Where the numbers of a run go: a JSON-lines file, TensorBoard, Weights & Biases, the terminal."""
+"""Where the numbers of a run go: a JSON-lines file, TensorBoard, Weights & Biases, the terminal.
+
+A run that is resumed goes on in its folder, from its last checkpoint: the steps that an earlier start took after that
+checkpoint come again. The first step that a start logs tells where it goes on; what earlier starts logged from there on
+is thrown away, so that each step has one value of each metric, that of the run that goes on.
+"""
 
 import json
 import math
 import os
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -26,12 +32,17 @@ class JsonLinesTracker:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8")
+        self._continues = path.stat().st_size > 0
         if not _ends_a_line(path):  # an earlier start was killed while it wrote
             self._file.write("\n")
+            self._file.flush()
 
     def log(self, scalars: dict[str, float], step: int) -> None:
         """Appends one line; a number that is not finite becomes ``null``."""
+        if self._continues:
+            self._continues = False
+            self._throw_away(scalars, step)
         finite = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
         self._file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
         self._file.flush()
@@ -39,6 +50,34 @@ class JsonLinesTracker:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+    def _throw_away(self, scalars: dict[str, float], step: int) -> None:
+        """Takes the lines out that this start replaces; at every moment the file is the old or the new one."""
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if not _holds_replaced(line, scalars, step)]
+        if len(kept) == len(lines):
+            return
+        shorter = self._path.with_name(self._path.name + ".tmp")
+        shorter.write_bytes(b"".join(kept))
+        self._file.close()
+        shorter.replace(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+
+
+def _holds_replaced(line: bytes, scalars: Mapping[str, float], step: int) -> bool:
+    row = _row(line) or {}
+    names = row.keys() - {"step", "time"}
+    return any(_is_replaced(name, row["step"], scalars, step) for name in names)
+
+
+def _is_replaced(name: str, of_step: int, scalars: Mapping[str, float], step: int) -> bool:
+    """Whether a metric of an earlier start is thrown away when this one begins with ``scalars`` of ``step``.
+
+    An evaluation of that step stays until it is repeated: it is of the weights that this start begins with.
+    """
+    if of_step == step:
+        return name in scalars or not name.startswith(("eval/", "time/eval"))
+    return of_step > step
 
 
 class TensorBoardTracker:
@@ -48,10 +87,13 @@ class TensorBoardTracker:
         from tensorboard.summary import Writer
 
         directory.mkdir(parents=True, exist_ok=True)
+        self._earlier = sorted(directory.glob("*tfevents*"))
         self._writer: Any = Writer(str(directory))
 
     def log(self, scalars: dict[str, float], step: int) -> None:
         """Writes one event a scalar, at once."""
+        while self._earlier:
+            _shorten(self._earlier.pop(), scalars, step)
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -61,17 +103,47 @@ class TensorBoardTracker:
         self._writer.close()
 
 
+def _shorten(file: Path, scalars: Mapping[str, float], step: int) -> None:
+    """Takes the events out of one of TensorBoard's files that this start replaces.
+
+    A mark of a restart would not do: TensorBoard's own reader (``EventAccumulator``) forgets images and histograms at
+    such a mark, but not the tensors that its writer makes of scalars.
+    """
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    shorter, dropped = file.with_name("shorter.tmp"), False
+    with shorter.open("wb") as out:
+        writer = RecordWriter(out)
+        for event in LegacyEventFileLoader(str(file)).Load():
+            if any(_is_replaced(value.tag, event.step, scalars, step) for value in event.summary.value):
+                dropped = True
+            else:
+                writer.write(event.SerializeToString())
+        writer.flush()
+    if dropped:
+        shorter.replace(file)
+    else:
+        shorter.unlink()
+
+
 class WandbTracker:
-    """Scalars for Weights & Biases (``pip install relax-cli[wandb]``)."""
+    """Scalars for Weights & Biases (``pip install relax-cli[wandb]``).
+
+    The step is a metric of its own, ``step``, which all charts have as their axis. W&B's own step only rises: of a run
+    that is resumed under its id, it would drop the steps that come again.
+    """
 
     def __init__(self, *, directory: Path, name: str, config: dict[str, Any], **init: Any) -> None:
         import wandb
 
         self._run: Any = wandb.init(dir=str(directory), name=name, config=config, **init)
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step", step_sync=True)
 
     def log(self, scalars: dict[str, float], step: int) -> None:
         """Sends the scalars in one call."""
-        self._run.log(scalars, step=step)
+        self._run.log({**scalars, "step": step})
 
     def close(self) -> None:
         """Ends the run at W&B."""
@@ -105,12 +177,27 @@ def _ends_a_line(path: Path) -> bool:
         return file.read() == b"\n"
 
 
+def _row(line: str | bytes) -> dict[str, Any] | None:
+    """One line of ``metrics.jsonl``; None when a kill cut it short."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows that :class:`JsonLinesTracker` wrote; a line cut short by a kill is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return rows
+    """What :class:`JsonLinesTracker` wrote: a dict for each step, rising, with all metrics of it.
+
+    Of several values of a metric the last one counts. A line cut short by a kill is left out.
+    """
+    with path.open("rb") as lines:
+        return one_a_step(row for line in lines if (row := _row(line)) is not None)
+
+
+def one_a_step(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """All metrics of each step in one dict, steps rising; of several values of a metric the last one counts."""
+    steps: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        steps.setdefault(row["step"], {}).update(row)
+    return [steps[step] for step in sorted(steps)]

@@ -1,7 +1,9 @@
 """Saved rollouts read back as they were, and unreadable ones say where."""
 
 import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,6 +43,29 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path.write_bytes(lines[0] + lines[1][: len(lines[1]) // 2])
     with pytest.raises(ValueError, match=r"r\.jsonl:2 is not a saved group"):
         load_groups(path)
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("loss_mask", [1]),
+        ("loss_mask", [1, 7]),
+        ("log_probs", [None, None]),
+        ("log_probs", [-1.0]),
+        ("versions", [0]),
+        ("tokens", [1.5, 2.0]),
+        ("reward", "1"),
+    ],
+)
+def test_a_column_that_does_not_fit_is_named_with_its_line(tmp_path: Path, column: str, values: Any) -> None:
+    path = tmp_path / "r.jsonl"
+    save_groups([group(0), group(1)], path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[1]["samples"][1][column] = values
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for read in (load_groups, lambda file: read_manifest(file, 0), lambda file: FileRows(file, 0).fetch([3])):
+        with pytest.raises(ValueError, match=rf"r\.jsonl:2 .*a\.jsonl:2 response 1: .*\b{column}\b"):
+            read(path)
 
 
 def test_each_rollout_has_a_file_of_its_own_in_whatever_format() -> None:

@@ -1,9 +1,11 @@
 """The types that packages exchange: a manifest says of every sample what a rank may know, rows come one by one."""
 
 import pickle
+from typing import Any
 
 import numpy as np
-from relax_data.types import BatchRows, StepManifest, TrainBatch
+import pytest
+from relax_data.types import BatchRows, Prompt, SampleGroup, SampleStatus, StepManifest, TrainBatch
 
 
 def batch(n: int = 3) -> TrainBatch:
@@ -43,3 +45,18 @@ def test_rows_of_a_batch_come_in_the_order_asked_for() -> None:
     assert list(rows) == ["tokens", "loss_masks"]
     assert [len(t) for t in rows["tokens"]] == [7, 5]
     assert rows["loss_masks"][1].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [("loss_mask", [1]), ("loss_mask", [1, 2, 1]), ("log_probs", [-1.0] * 4), ("versions", []), ("tokens", [5, -6, 7])],
+)
+def test_columns_that_do_not_fit_together_make_no_batch(column: str, values: list[Any]) -> None:
+    group = SampleGroup.start(Prompt(prompt_id=0, epoch=0, source="a.jsonl:1", text="", input_ids=[4]), 1)
+    sample = group.samples[0]
+    sample.append([5, 6, 7], [-1.0] * 3, 0, loss_mask=[1, 0, 1])
+    sample.status, sample.reward = SampleStatus.COMPLETED, 1.0
+    assert TrainBatch.from_groups([group], 0).tokens[0].tolist() == [4, 5, 6, 7]
+    setattr(sample, column, values)
+    with pytest.raises(ValueError, match=rf"a\.jsonl:1 response 0: .*\b{column}\b"):
+        TrainBatch.from_groups([group], 0)

@@ -1,6 +1,7 @@
 """What goes wrong during a rollout: it is named, nothing hangs or keeps running, and no prompt is lost."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -190,3 +191,34 @@ async def test_an_abort_that_misses_its_request_is_repeated(
     assert [g.prompt.prompt_id for g in result.groups] == [0]
     assert len(calls) == 4
     assert others() == set()
+
+
+@pytest.mark.parametrize(
+    ("change", "column"),
+    [
+        ("loss_mask = [1]", "loss_mask"),
+        ("loss_mask = [0] * 2", "loss_mask"),
+        ("loss_mask = [2] * len(sample.tokens)", "loss_mask"),
+        ("log_probs = sample.log_probs[:1]", "log_probs"),
+        ("log_probs = [None] * len(sample.tokens)", "log_probs"),
+        ("tokens = sample.tokens + [9]", "log_probs"),
+        ("versions = [7]", "versions"),
+    ],
+)
+async def test_columns_that_a_generate_function_leaves_apart_are_named(
+    make_engine: Make, make_source: Make, hooks: Hooks, length_reward: Any, tokenizer: Any, change: str, column: str
+) -> None:
+    """A mask of one entry would be spread over the response, and the sample would weigh as much as it has tokens."""
+    path = hooks(
+        "apart",
+        "async def generate(sample, context):\n"
+        "    reason = await context.extend(sample)\n"
+        f"    sample.{change}\n"
+        "    context.finish(sample, reason)\n",
+    )
+    settings = dataclasses.replace(SETTINGS, custom_generate_function_path=f"{path}:generate")
+    loop = RolloutLoop(
+        settings, engines=[make_engine()], source=make_source(), reward=length_reward, tokenizer=tokenizer
+    )
+    with pytest.raises(GenerationError, match=rf"data\.jsonl:\d+ response [01]: .*\b{column}\b.*generate left it so"):
+        await loop.generate(0, 0)

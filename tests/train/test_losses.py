@@ -348,3 +348,13 @@ def test_the_ratio_of_a_response_is_finite_and_exact_in_float32() -> None:
     loss.backward()
     assert loss.isfinite()
     assert far["log_probs"].grad.isfinite().all()
+
+
+@pytest.mark.parametrize("column", sorted(columns(2)))
+def test_columns_of_different_shapes_are_refused(column: str) -> None:
+    """A single value would be spread over all tokens, and would count as often as there are tokens."""
+    given = columns()
+    given[column] = given[column][:1]
+    log_probs, entropy = given.pop("log_probs"), given.pop("entropy")
+    with pytest.raises(ValueError, match="one shape"):
+        policy_loss(log_probs, entropy, settings=AlgorithmSettings(), **given)

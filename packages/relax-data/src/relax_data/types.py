@@ -68,7 +68,7 @@ class Sample:
     """One response to one prompt, with what is known of each of its tokens.
 
     ``tokens``, ``log_probs``, ``versions`` and ``loss_mask`` have one entry a response token and grow only through
-    :meth:`append`, so they cannot drift apart.
+    :meth:`append`, so they cannot drift apart; :meth:`check_columns` finds those that somebody set otherwise.
 
     Attributes:
         prompt: what it answers.
@@ -149,6 +149,34 @@ class Sample:
         self.versions.extend(new_versions)
         self.loss_mask.extend(new_mask)
 
+    def check_columns(self) -> None:
+        """Looks whether the columns still fit together; a function of the user may have set one of them itself.
+
+        Raises:
+            ValueError: one has another length than ``tokens``, or a value that it cannot have; the message names the
+                sample and the column.
+        """
+        n = len(self.tokens)
+        allowed = {
+            "tokens": ("iu", "token ids, integers from 0 on", lambda values: values >= 0),
+            "log_probs": ("iuf", "numbers", lambda values: values == values),
+            "versions": ("iu", "integers", lambda values: values == values),
+            "loss_mask": ("biuf", "0 or 1", lambda values: (values == 0) | (values == 1)),
+        }
+        for column, (kinds, wanted, holds) in allowed.items():
+            given = getattr(self, column)
+            if len(given) != n:
+                raise ValueError(
+                    f"{self.name}: {n} tokens but {len(given)} {column}; all columns must be equally long, as "
+                    "sample.append keeps them"
+                )
+            try:
+                values = np.asarray(given)
+            except ValueError:  # lists of different lengths inside
+                values = np.empty((0, 0))
+            if n and not (values.ndim == 1 and values.dtype.kind in kinds and holds(values).all()):
+                raise ValueError(f"{self.name}: its {column} are not {wanted} alone")
+
     def restart(self) -> None:
         """Forgets the response, so that generation starts again from the clean prompt."""
         for column in (self.tokens, self.log_probs, self.versions, self.loss_mask):
@@ -225,7 +253,8 @@ class TrainBatch:
         """Makes the columns of all samples of ``groups``, in order.
 
         Raises:
-            ValueError: a sample is unfinished, has no reward or no response token; the message names it.
+            ValueError: a sample is unfinished, has no reward or no response token, or its columns do not fit together;
+                the message names it.
         """
         samples = [s for g in groups for s in g.samples]
         for s in samples:
@@ -233,9 +262,10 @@ class TrainBatch:
                 raise ValueError(
                     f"{s.name} cannot be trained on: status {s.status}, reward {s.reward}, {len(s.tokens)} tokens"
                 )
+            s.check_columns()
         return cls(
             rollout_id=rollout_id,
-            tokens=[np.array(s.prompt.input_ids + s.tokens, dtype=np.int64) for s in samples],
+            tokens=[np.array([*s.prompt.input_ids, *s.tokens], dtype=np.int64) for s in samples],
             response_lengths=np.array([len(s.tokens) for s in samples], dtype=np.int64),
             loss_masks=[np.array(s.loss_mask, dtype=np.float32) for s in samples],
             rollout_log_probs=[np.array(s.log_probs, dtype=np.float32) for s in samples],

@@ -62,9 +62,8 @@ def _read_groups(path: Path) -> Iterator[SampleGroup]:
             try:
                 group = _group_from_dict(orjson.loads(line))
             except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"--load-debug-rollout-data: {path}:{number} is not a saved group: {error!r}"
-                ) from error
+                what = str(error) if type(error) is ValueError else repr(error)
+                raise ValueError(f"--load-debug-rollout-data: {path}:{number} is not a saved group: {what}") from error
             empty = False
             yield group
     if empty:
@@ -139,4 +138,10 @@ def _group_to_dict(group: SampleGroup) -> dict[str, Any]:
 def _group_from_dict(data: dict[str, Any]) -> SampleGroup:
     prompt = Prompt(**data["prompt"])
     samples = [Sample(prompt=prompt, **{**s, "status": SampleStatus(s["status"])}) for s in data["samples"]]
+    for sample in samples:
+        sample.check_columns()
+        if not isinstance(sample.reward, int | float | None):
+            raise ValueError(f"{sample.name}: its reward is {sample.reward!r}, not a number")
+    if not all(type(token) is int for token in prompt.input_ids):
+        raise ValueError(f"{prompt.source}: its input_ids are not integers alone")
     return SampleGroup(prompt, samples)

@@ -150,7 +150,8 @@ async def run_generate_function(function: GenerateFunction, sample: Sample, cont
 
     Raises:
         EngineDied: as it comes, with the engine's name.
-        GenerationError: the function raised, or left an unfinished or empty sample; the message names the sample.
+        GenerationError: the function raised, or left a sample that is unfinished, empty, or has columns that do not fit
+            together; the message names the sample.
     """
     name = getattr(function, "__qualname__", repr(function))
     try:
@@ -170,5 +171,9 @@ async def run_generate_function(function: GenerateFunction, sample: Sample, cont
         )
     if not sample.tokens:
         raise GenerationError(f"{sample.name}: {name} ended it without a single response token")
+    try:
+        sample.check_columns()
+    except ValueError as e:
+        raise GenerationError(f"{e} ({name} left it so)") from e
     if not sample.response:
         sample.response = context.tokenizer.decode(sample.tokens, skip_special_tokens=True)

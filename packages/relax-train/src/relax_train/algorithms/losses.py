@@ -231,7 +231,23 @@ def policy_loss(  # noqa: PLR0913  # columns of one batch
     Returns:
         the loss (scalar), and detached scalars: sums over tokens for :data:`MEANS` and :data:`TOTALS`, maxima for
         :data:`MAXIMA`, and ``tokens``: the trained tokens. Metrics that do not apply are absent.
+
+    Raises:
+        ValueError: the columns differ in shape; they would be spread over each other and count more than once.
     """
+    columns = {
+        "log_probs": log_probs,
+        "entropy": entropy,
+        "weights": weights,
+        "mask": mask,
+        "advantages": advantages,
+        "rollout_log_probs": rollout_log_probs,
+        "old_log_probs": old_log_probs,
+        "ref_log_probs": ref_log_probs,
+    }
+    shapes = {name: tuple(column.shape) for name, column in columns.items() if column is not None}
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"the columns of a micro-batch must have one shape, not {shapes}")
     trained = mask > 0
     # Off the mask the columns may be anything, and 0 x inf is not 0: replace them by values without effect.
     log_probs, entropy = log_probs.where(trained, 0), entropy.where(trained, 0)

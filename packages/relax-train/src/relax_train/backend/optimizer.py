@@ -35,7 +35,7 @@ class Optimizer:
         scheduler: sets the learning rate before each step.
     """
 
-    scheduler: Schedule
+    scheduler: "Schedule"
 
     def __init__(self, model: Model, megatron: MegatronOptimizer) -> None:
         self.model, self.megatron = model, megatron
@@ -171,7 +171,7 @@ class Schedule(OptimizerParamScheduler):
         """Learning rate of the step after the ``num_steps`` that were taken."""
         if self.num_steps < self.lr_warmup_steps:
             highest = float(param_group.get("max_lr") or self.max_lr)
-            return highest * (self.num_steps + 1) / self.lr_warmup_steps
+            return float(highest * (self.num_steps + 1) / self.lr_warmup_steps)
         rate: float = super().get_lr(param_group)
         return rate
 

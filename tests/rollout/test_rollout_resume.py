@@ -1,11 +1,17 @@
 """Invariant 1: whatever is interrupted, killed and resumed, each prompt is returned once or counted as dropped."""
 
 import asyncio
+import base64
 import datetime
 import json
+import os
+import pickle
 import random
+import uuid
+import zoneinfo
 from collections.abc import Callable
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -205,7 +211,11 @@ def test_numpy_values_become_plain_and_what_has_no_plain_form_is_refused() -> No
         Decimal("2.50"),
         datetime.date(2024, 2, 29),
         datetime.datetime(2024, 2, 29, 12, tzinfo=datetime.UTC),
+        datetime.datetime(2024, 2, 29, 12, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")),
         datetime.timedelta(seconds=1.5),
+        uuid.UUID(int=7),
+        {"a", "b"},
+        [(1, {"x": Decimal(2)})],
         b"\x00\xff",
         [("key", 1), ("of a map", 2)],
         {1: "a", "1": "b"},
@@ -225,3 +235,36 @@ def test_labels_and_metadata_of_every_type_survive_a_checkpoint(value: Any) -> N
     assert restored == prompt
     assert type(restored.label) is type(value)
     assert repr(restored.label) == repr(value)
+
+
+class Program:
+    """A pickle of it makes a folder when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._path),)
+
+
+def test_a_value_of_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
+    pickled = base64.b64encode(pickle.dumps(Program(tmp_path / "ran"))).decode()
+    with pytest.raises(ValueError, match=r"cannot be read back: .*mkdir"):
+        from_plain({"label": [{"__object__": pickled}]})
+    assert not (tmp_path / "ran").exists()
+
+
+def test_times_of_parquet_survive_a_checkpoint() -> None:
+    """Also those in nanoseconds and with a time zone."""
+    import pyarrow as pa
+
+    for kind in (pa.timestamp("ns"), pa.timestamp("ns", "Europe/Berlin"), pa.timestamp("us", "UTC"), pa.duration("ns")):
+        (value,) = pa.array([1_700_000_000_000_001], kind).to_pylist()
+        again = from_plain(json.loads(json.dumps(to_plain(value, "row", objects=True))))
+        assert (type(again), repr(again)) == (type(value), repr(value))
+
+
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"row 3 holds a value of type Program, which cannot be stored"):
+        to_plain({"label": Program(tmp_path / "ran")}, "row 3", objects=True)
+    assert not (tmp_path / "ran").exists()

@@ -275,7 +275,8 @@ def sleep_and_wake(run: Big) -> None:
 
 def big_model(base: Path, layers: int) -> None:
     """Bfloat16 at a real size: times, memory, sleep and wake, export, checkpoint, host-side moments."""
-    from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint, save_hf
+    from relax_train.checkpoint.hf_export import save_hf
+    from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint
 
     folder = big_folder(base, layers)
     run = Big(folder, {})

@@ -117,7 +117,7 @@ def test_a_new_family_is_counted_and_costed_by_its_record(reference: Callable[[s
 
 
 def _compute(harness: Any, reference: Any, out: Path) -> Any:
-    from relax_train.checkpoint.save_load import save_hf
+    from relax_train.checkpoint.hf_export import save_hf
 
     run = harness(reference.folder, {})
     save_hf(run.model, out)

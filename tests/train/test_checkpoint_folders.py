@@ -16,7 +16,7 @@ MANIFEST = {
     "layout": {"tensor_model_parallel_size": 2, "data_parallel_size": 1},
     "dtype": "float32",
     "model": manifest.architecture(MODEL),
-    "scheduler": {},
+    "scheduler": {"num_steps": 3},
     "extra": {},
 }
 

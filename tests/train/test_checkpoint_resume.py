@@ -278,7 +278,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "shard of rubbish": (
         "rollout_1/__0_0.distcp",
         lambda f: f.write_bytes(b"x" * f.stat().st_size),
-        "rollout_1: rank 0: ",
+        "has changed since it was written",
     ),
     "index": ("rollout_1/.metadata", lambda f: f.write_bytes(b"x"), "cannot be read: UnpicklingError"),
     "common part": ("rollout_1/common.pt", lambda f: os.truncate(f, 9), "cannot be read: "),
@@ -330,7 +330,7 @@ def test_a_damaged_checkpoint_is_named_on_every_rank_with_the_way_out(
     for name, (file, _, expected) in DAMAGES.items():
         assert re.match(rf"--load: .*{re.escape(name)}", first[name])
         assert re.search(expected, first[name]), first[name]
-        if "rubbish" not in name and "missing" not in name:
+        if "missing" not in name:
             assert str(tmp_path / name / file) in first[name]
         if file.startswith("rollout_1/"):
             assert f"or resume from rollout_0: write its name into {tmp_path / name / 'latest'}" in first[name]

@@ -42,6 +42,48 @@ def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch, temperature: floa
     assert torch.equal(got.detach(), logits)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_entry_without_probability_adds_nothing(temperature: float, overwrite: bool) -> None:
+    """A masked entry has the logit -inf: p log p is 0 there, as in the limit, and so is each gradient."""
+    logits, labels = problem()
+    masked = torch.zeros_like(logits, dtype=torch.bool)
+    masked[::2, 7:20] = True
+    masked[torch.arange(len(labels)), labels] = False
+    weight = torch.linspace(-1, 1, len(labels), dtype=torch.float64)
+    rest = logits.clone().requires_grad_()
+    log_p = (rest / temperature).masked_fill(masked, -1e9).log_softmax(-1)
+    expected = log_p.gather(1, labels[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+    (expected[0] * weight + expected[1] * weight.flip(0)).sum().backward()
+
+    got = logits.masked_fill(masked, -torch.inf).requires_grad_()
+    lp, h = token_log_probs(got * 1.0, labels, temperature=temperature, entropy_grad=True, overwrite_logits=overwrite)
+    (lp * weight + h * weight.flip(0)).sum().backward()
+    torch.testing.assert_close(lp, expected[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(h, expected[1], rtol=0, atol=1e-12)
+    torch.testing.assert_close(got.grad, rest.grad, rtol=0, atol=1e-12)
+
+
+def _slice_without_probability() -> Any:
+    rank, world, group = _world_group()
+    logits, labels = problem()
+    logits[:, 25:] = -torch.inf
+    mine = logits.chunk(world, 1)[rank].clone().requires_grad_()
+    lp, h = token_log_probs(mine, labels % 25, group=group, entropy_grad=True)
+    (lp + h).sum().backward()
+    assert mine.grad is not None
+    return lp.detach(), h.detach(), bool(mine.grad.isfinite().all())
+
+
+def test_a_rank_may_have_a_slice_without_any_probability(run_ranks: Callable[..., list[Any]]) -> None:
+    logits, labels = problem()
+    expected = naive(logits[:, :25], labels % 25, 1.0)
+    for lp, h, finite in run_ranks(_slice_without_probability, 2):
+        torch.testing.assert_close(lp, expected[0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(h, expected[1], rtol=0, atol=1e-12)
+        assert finite
+
+
 def test_the_entropy_is_a_metric_only_unless_asked() -> None:
     logits, labels = problem()
     lp, h = token_log_probs(logits.requires_grad_(), labels)

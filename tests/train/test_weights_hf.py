@@ -80,7 +80,7 @@ def test_folders_that_do_not_fit(fault: str, run_ranks: Any, harness: Any, refer
 
 
 def _export(harness: Any, reference: Any, parallel: dict[str, Any], out: Path, shard: int) -> Any:
-    from relax_train.checkpoint.save_load import save_hf
+    from relax_train.checkpoint.hf_export import save_hf
 
     run = harness(reference.folder, parallel)
     run.step(reference.rows[0])
@@ -121,12 +121,12 @@ def test_transformers_loads_what_is_exported(
 
 
 def _export_untrained(harness: Any, folder: Path, out: Path) -> None:
-    from relax_train.checkpoint.save_load import save_hf
+    from relax_train.checkpoint.hf_export import save_hf
 
     save_hf(harness(folder, {}).model, out)
 
 
-def test_the_exported_configuration_is_the_one_that_was_given(
+def test_configuration_and_named_templates_of_an_export_are_those_that_were_given(
     run_ranks: Any, harness: Any, reference: Any, tmp_path: Path
 ) -> None:
     """Programs with a transformers before version 5 read only the keys of their own version."""
@@ -136,12 +136,17 @@ def test_the_exported_configuration_is_the_one_that_was_given(
     del config["rope_parameters"], config["num_local_experts"], config["dtype"]
     config |= {"rope_theta": 5e5, "num_experts": 4, "torch_dtype": "bfloat16", "transformers_version": "4.51.0"}
     (source / "config.json").write_text(json.dumps(config))
+    templates = source / "additional_chat_templates"  # where transformers keeps those that have a name
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("{{ messages[0].content }}")
     run_ranks(_export_untrained, 1, harness, source, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**config, "torch_dtype": "float32"}
+    exported = tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja"
+    assert exported.read_text() == "{{ messages[0].content }}"
 
 
 def _export_to_full_disk(harness: Any, reference: Any, out: Path) -> str:
-    from relax_train.checkpoint.save_load import save_hf
+    from relax_train.checkpoint.hf_export import save_hf
     from relax_train.checkpoint.sharded_io import CheckpointError
 
     run = harness(reference.folder, SP)

@@ -1,7 +1,9 @@
 """Values of users and readers, prompts, samples and groups as JSON values, so that they fit into checkpoints."""
 
 import base64
+import io
 import pickle
+import zoneinfo
 from typing import Any
 
 from relax_data.errors import describe
@@ -12,6 +14,18 @@ STATE_FORMAT = 2
 reported yet. It goes up whenever a state written before cannot be read any more."""
 
 _BYTES, _OBJECT, _DICT = "__bytes__", "__object__", "__dict__"
+OBJECT_TYPES = frozenset(
+    {
+        *("builtins.complex", "builtins.bytearray", "builtins.frozenset", "builtins.set", "builtins.range"),
+        *("builtins.slice", "collections.OrderedDict", "decimal.Decimal", "fractions.Fraction", "uuid.UUID"),
+        *("datetime.date", "datetime.datetime", "datetime.time", "datetime.timedelta", "datetime.timezone"),
+        *("zoneinfo.ZoneInfo", "pytz._UTC", "pytz._p"),
+        "pandas._libs.tslibs.timestamps._unpickle_timestamp",
+        "pandas._libs.tslibs.timedeltas._timedelta_unpickle",
+    }
+)
+"""Types beside those of JSON, and tuples, that values of the data may have in a checkpoint: what readers make of rows.
+A pickle may name any function and have it called, so that nothing else is read from one."""
 _TAGS = ({_BYTES}, {_OBJECT}, {_DICT})
 
 
@@ -20,8 +34,9 @@ def to_plain(value: Any, where: str, *, objects: bool = False) -> Any:
 
     Args:
         where: what holds the value, for the message.
-        objects: pickle what has no such form (decimals, dates, tuples, keys that are no text) instead of raising or
-            turning it into what JSON has, so that :func:`from_plain` gives back exactly what was there.
+        objects: pickle what has no such form (decimals, dates, tuples, keys that are no text; :data:`OBJECT_TYPES`)
+            instead of raising or turning it into what JSON has, so that :func:`from_plain` gives back exactly what was
+            there.
 
     Raises:
         ValueError: the value has no such form.
@@ -43,16 +58,30 @@ def to_plain(value: Any, where: str, *, objects: bool = False) -> Any:
         return [to_plain(v, where, objects=objects) for v in value]
     if hasattr(value, "tolist"):
         return to_plain(value.tolist(), where, objects=objects)
-    if objects:
-        return {_OBJECT: base64.b64encode(pickle.dumps(value)).decode("ascii")}
+    if objects and (plain := _pickled(value)) is not None:
+        return plain
     raise ValueError(
         f"{where} holds a value of type {type(value).__name__}, which cannot be stored in a checkpoint; "
         "use numbers, text, lists, dicts or bytes"
     )
 
 
+def _pickled(value: Any) -> dict[str, str] | None:
+    """``value`` as a pickle that :func:`from_plain` reads; None when it would not."""
+    try:
+        text = base64.b64encode(pickle.dumps(value)).decode("ascii")
+        _unpickled(text)
+    except Exception:  # pickling raises what it likes
+        return None
+    return {_OBJECT: text}
+
+
 def from_plain(value: Any) -> Any:
-    """The inverse of :func:`to_plain`, as far as JSON keeps types. Reads only what we wrote: it may unpickle."""
+    """The inverse of :func:`to_plain`, as far as JSON keeps types. It runs no code that the value brings along.
+
+    Raises:
+        ValueError: an object in it is damaged, or of a type that is not in :data:`OBJECT_TYPES`.
+    """
     if isinstance(value, dict):
         if set(value) == {_BYTES}:
             return base64.b64decode(value[_BYTES])
@@ -66,15 +95,31 @@ def from_plain(value: Any) -> Any:
     return value
 
 
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" in OBJECT_TYPES:
+            return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _time_zone_maker
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not read from a checkpoint")
+
+
+def _time_zone_maker(owner: object, name: str) -> Any:
+    """``getattr`` as far as the pickle of a time zone needs it."""
+    if owner is zoneinfo.ZoneInfo and name == "_unpickle":
+        return getattr(owner, name)
+    raise pickle.UnpicklingError(f"it asks for {name!r} of {owner!r}")
+
+
 def _unpickled(text: str) -> Any:
-    """The value of the data that was pickled.
+    """The object that :func:`to_plain` pickled.
 
     Raises:
-        ValueError: the bytes are damaged, or its class cannot be imported any more.
+        ValueError: the bytes are damaged, or it is not of the types of :data:`OBJECT_TYPES`.
     """
     try:
-        return pickle.loads(base64.b64decode(text))
-    except Exception as error:  # pickle raises whatever the bytes lead to
+        return _Unpickler(io.BytesIO(base64.b64decode(text))).load()
+    except Exception as error:  # unpickling raises what it likes
         raise ValueError(f"a value of the data cannot be read back: {describe(error)}") from error
 
 
@@ -102,10 +147,10 @@ def group_to_state(group: SampleGroup) -> dict[str, Any]:
 
 
 def group_from_state(state: dict[str, Any]) -> SampleGroup:
-    """The group that :func:`group_to_state` wrote. It may unpickle, so read only what we wrote.
+    """The group that :func:`group_to_state` wrote.
 
     Raises:
-        ValueError: the columns of a sample differ in length; the message names it.
+        ValueError: the columns of a sample differ in length, and the message names it; or as :func:`from_plain`.
     """
     prompt = _prompt_from_state(state["prompt"])
     return SampleGroup(prompt, [_sample_from_state(s, prompt) for s in state["samples"]])

@@ -26,7 +26,8 @@ from relax_train.backend.offload import Offload
 from relax_train.backend.optimizer import Optimizer, build_optimizer
 from relax_train.backend.parallel import ParallelState, setup_parallel, teardown_parallel
 from relax_train.batching import check_samples, optimizer_steps
-from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint, save_hf
+from relax_train.checkpoint.hf_export import save_hf
+from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint
 from relax_train.models.build import Model, build_model, check_same_architecture
 from relax_train.models.export import weight_buckets
 from relax_train.models.hf_mapping import load_hf_weights

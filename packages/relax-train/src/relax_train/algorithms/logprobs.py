@@ -16,6 +16,9 @@ import torch.distributed as dist
 CHUNK_ELEMENTS = 1 << 25
 """Logits that are widened to the compute type at a time: 128 MiB in float32, whatever the length of the micro-batch."""
 
+_NO_PROBABILITY = -1e4
+"""Log-probability that stands for -inf: its ``exp`` is 0 in every type, and p log p is 0 rather than not a number."""
+
 GREEDY_BELOW = 1e-6
 """SGLang's ``_SAMPLING_EPS``: a lower temperature is greedy sampling."""
 
@@ -103,18 +106,22 @@ class _TokenLogProbs(torch.autograd.Function):
             x = logits[rows, :width]
             if temperature != 1:
                 x = x.to(wide, copy=True).div_(temperature)
-            log_p = x.log_softmax(1, dtype=wide)
             # The likeliest entry loses least in the difference.
             top, at = x.max(1, keepdim=True)
+            # A slice of nothing but -inf has no softmax; its share of the vocabulary is 0.
+            log_p = x.log_softmax(1, dtype=wide).masked_fill_(top == -torch.inf, _NO_PROBABILITY)
             log_z[rows] = (top.to(wide) - log_p.gather(1, at)).squeeze(1)
             chosen[rows] = x.gather(1, column[rows, None]).squeeze(1).to(wide).masked_fill_(~here[rows], 0)
             if with_entropy:
+                log_p.clamp_min_(_NO_PROBABILITY)
                 p_log_p[rows] = torch.linalg.vecdot(log_p.exp(), log_p)
         if group is not None:
             # With z of the whole vocabulary, a slice's part of sum p log p is exp(log_z - z) (p_log_p + log_z - z).
             top = log_z.clone()
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            shift = (log_z - top).clamp_min(-1e4)  # a slice of padding: no overflow; exp() of it is 0 all the same
+            shift = (log_z - top).clamp_min(
+                _NO_PROBABILITY
+            )  # a slice of padding: no overflow; exp() of it is 0 all the same
             share = shift.exp()
             sums = torch.stack([share, share * (p_log_p + shift), chosen])
             dist.all_reduce(sums, group=group)
@@ -140,7 +147,7 @@ class _TokenLogProbs(torch.autograd.Function):
             x = logits[rows, :width]
             if temperature != 1:
                 x = x.to(wide, copy=True).div_(temperature)
-            log_p = x - log_z[rows, None]
+            log_p = (x - log_z[rows, None]).clamp_min_(_NO_PROBABILITY)
             at_label = log_p.gather(1, column[rows, None]) if width else log_p
             factor = -g
             label_factor = factor

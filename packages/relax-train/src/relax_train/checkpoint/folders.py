@@ -4,13 +4,15 @@ import json
 import os
 import re
 import shutil
+import stat
 from pathlib import Path
 
 from relax_train.settings.checkpoint import LATEST
 
 FILES = "files.json"
-"""File of a checkpoint with the time and the size of every other one, written last."""
-_NAME = re.compile(r"rollout_(\d+)")
+"""File of a checkpoint with the time, and size and checksum of every other one, written last."""
+_NAME = re.compile(r"rollout_([0-9]{1,18})")
+_LONGEST_NAME = 200
 _OLD = ".old"
 """Ending of a folder that another one of its name is about to replace; a crash just then leaves it alone there."""
 
@@ -52,7 +54,8 @@ def latest_rollout(directory: Path) -> int | None:
     """
     pointer = directory / LATEST
     try:
-        name = pointer.read_text(encoding="utf-8").strip()
+        with regular(pointer).open("rb") as file:
+            name = file.read(_LONGEST_NAME).decode().strip()
     except FileNotFoundError:
         ids = _ids(directory)
         return ids[0] if len(ids) == 1 else None
@@ -66,6 +69,17 @@ def latest_rollout(directory: Path) -> int | None:
             f"{there})"
         )
     return int(match[1])
+
+
+def regular(path: Path) -> Path:
+    """``path``, when it is a file that can be read to its end; a pipe, for one, would be waited at for ever.
+
+    Raises:
+        OSError: it is missing or something else.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path} is not a regular file")
+    return path
 
 
 def sync(path: Path) -> None:
@@ -121,6 +135,6 @@ def prune(directory: Path, keep: int) -> None:
 def _written(folder: Path) -> float:
     """When a checkpoint was written: what it says itself, which a copy keeps, or else its folder."""
     try:
-        return float(json.loads((folder / FILES).read_text(encoding="utf-8"))["written"])
+        return float(json.loads(regular(folder / FILES).read_text(encoding="utf-8"))["written"])
     except (OSError, ValueError, TypeError, KeyError):
         return folder.stat().st_mtime

@@ -1,22 +1,43 @@
 """What a checkpoint says about itself, and whether a run can go on with it. Needs no torch: a plan asks too.
 
-``relax.json`` is written first; ``files.json`` last, with the time and the size of every file, so that a copy of half a
-checkpoint is known as such without reading it.
+``relax.json`` is written first; ``files.json`` last, with the time and with size and checksum of every file: by the
+size a copy of half a checkpoint is known as such without reading it, by the checksum (CRC-32) a flipped bit.
 """
 
+import concurrent.futures
 import json
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_train.checkpoint.folders import FILES, CheckpointError, checkpoints, latest_rollout, place
+from relax_train.checkpoint.folders import FILES, CheckpointError, checkpoints, latest_rollout, place, regular
 from relax_train.models.architectures.base import SHAPE_KEYS, experts_key
 from relax_train.settings.checkpoint import LATEST
 
 FORMAT = 1
 MANIFEST = "relax.json"
-_KEYS = {"rollout_id", "world_size", "layout", "dtype", "scheduler", "extra"}
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "rollout_id": _is_count,
+    "world_size": lambda value: _is_count(value) and value > 0,
+    "layout": lambda value: isinstance(value, dict) and all(_is_count(size) and size > 0 for size in value.values()),
+    "dtype": lambda value: value in ("float32", "bfloat16"),
+    "scheduler": lambda value: isinstance(value, dict) and _is_count(value.get("num_steps")),
+    "extra": lambda value: isinstance(value, dict),
+}
+"""What the entries of ``relax.json`` must be."""
+_KEYS = _KINDS.keys()
+_SMALL = 16 << 20
+"""Files up to this size, bytes, are read also by a plan."""
+_THREADS = 8
+_AT_A_TIME = 4 << 20
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,9 +73,7 @@ def find(directory: Path, rollout_id: int | None = None) -> tuple[Path, dict[str
     folder = place(directory, rollout_id)
     file = folder / MANIFEST
     try:
-        if file.exists() and not file.is_file():
-            raise ValueError("it is not a regular file")
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = json.loads(regular(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. {way_out(folder)}") from error
     version = manifest.get("format") if isinstance(manifest, dict) else None
@@ -64,6 +83,12 @@ def find(directory: Path, rollout_id: int | None = None) -> tuple[Path, dict[str
     if missing or manifest["rollout_id"] != rollout_id:
         what = f"lacks {', '.join(missing)}" if missing else f"is of rollout {manifest['rollout_id']}"
         raise CheckpointError(f"{file} {what}. {way_out(folder)}")
+    odd = [name for name, fits in _KINDS.items() if not fits(manifest[name])]
+    if odd:
+        raise CheckpointError(
+            f"{file} is damaged: its {', '.join(odd)} {'is' if len(odd) == 1 else 'are'} not what a run writes. "
+            f"{way_out(folder)}"
+        )
     return folder, manifest
 
 
@@ -74,24 +99,67 @@ def way_out(folder: Path) -> str:
     return "Copy the checkpoint again from where it is whole" + (earlier if others else "")
 
 
-def record_files(folder: Path) -> None:
-    """Writes ``files.json``: the time, and the size of every other file of a checkpoint."""
+def written_files(folder: Path) -> list[str]:
+    """Names of the files of a checkpoint but ``files.json``, sorted."""
     # NFS keeps files that are removed while open under names of its own for a while.
-    files = [p for p in sorted(folder.iterdir()) if p.name != FILES and not p.name.startswith(".nfs")]
-    sizes = {path.name: path.stat().st_size for path in files}
-    (folder / FILES).write_text(json.dumps({"written": time.time(), "files": sizes}), encoding="utf-8")
+    return sorted(p.name for p in folder.iterdir() if p.name != FILES and not p.name.startswith(".nfs"))
 
 
-def files_problem(folder: Path) -> str | None:
-    """Which file is missing or of another size than it was written with; None also where no sizes were recorded."""
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    """CRC-32 of files of a checkpoint, several at a time: zlib lets other threads run while it reads a block.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+
+    def checksum(name: str) -> int:
+        value = 0
+        with regular(folder / name).open("rb", buffering=0) as file:
+            while block := file.read(_AT_A_TIME):
+                value = zlib.crc32(block, value)
+        return value
+
+    names = list(names)
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(names, pool.map(checksum, names), strict=True))
+
+
+def record_files(folder: Path, sums: Mapping[str, int] | None = None) -> None:
+    """Writes ``files.json``: the time, and size and checksum of every other file of a checkpoint.
+
+    Args:
+        sums: checksums that are known already; those of the other files are computed here.
+    """
+    names, sums = written_files(folder), dict(sums or {})
+    sums |= checksums(folder, [name for name in names if name not in sums])
+    entries = {
+        "written": time.time(),
+        "files": {name: (folder / name).stat().st_size for name in names},
+        "crc32": {name: sums[name] for name in names},
+    }
+    (folder / FILES).write_text(json.dumps(entries), encoding="utf-8")
+
+
+def files_problem(folder: Path, part: int | None = None, parts: int = 1) -> str | None:
+    """Which file is missing or not as it was written; None also where nothing was recorded.
+
+    Sizes are compared of all files. Checksums are compared of small files; with ``part`` of every ``parts``-th file
+    instead, whatever its size, from number ``part`` on, so that ranks can share the reading.
+    """
     try:
-        sizes = json.loads((folder / FILES).read_text(encoding="utf-8"))["files"]
+        recorded = json.loads(regular(folder / FILES).read_text(encoding="utf-8"))
+        sizes = recorded["files"]
         for name, size in sizes.items():
             file = folder / name
             if not file.is_file():
                 return f"{file} is missing"
             if file.stat().st_size != size:
                 return f"{file} was cut off or changed: it has {file.stat().st_size} of {size} bytes"
+        sums = recorded.get("crc32", {})  # versions before wrote sizes alone
+        mine = [name for name in sorted(sums) if sizes[name] <= _SMALL] if part is None else sorted(sums)[part::parts]
+        for name, value in checksums(folder, mine).items():
+            if value != sums[name]:
+                return f"{folder / name} has changed since it was written: its checksum is another one"
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:

@@ -1,9 +1,9 @@
-"""Checkpoints of a run, and exports to Hugging Face folders. Both appear whole or not at all.
+"""Checkpoints of a run, which appear whole or not at all.
 
 A folder of checkpoints holds one folder ``rollout_<id>`` for each and a file ``latest`` with the name of the newest. A
 checkpoint has megatron-core's sharded files (weights, optimizer), ``rng_<rank>.pt``, ``relax.json`` with everything
 else (the parallel layout, the learning-rate schedule, and ``extra``, what the driver wants back), and ``files.json``
-with the sizes of all these (:mod:`relax_train.checkpoint.manifest`). It is written as
+with sizes and checksums of all these (:mod:`relax_train.checkpoint.manifest`). It is written as
 ``rollout_<id>.tmp`` and renamed when every rank is done; only then ``latest`` names it.
 
 Rollout ids are absolute: the checkpoint of rollout ``k`` is the state after training on rollout ``k``.
@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,21 +29,33 @@ from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.mcore import VERSION, tensor_parallel
 from relax_train.backend.optimizer import Optimizer
 from relax_train.backend.parallel import ParallelState
-from relax_train.checkpoint.folders import CheckpointError, latest_rollout, prune, publish, rollout_folder, set_latest
+from relax_train.checkpoint.folders import (
+    CheckpointError,
+    latest_rollout,
+    prune,
+    publish,
+    regular,
+    rollout_folder,
+    set_latest,
+)
 from relax_train.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     architecture,
     architecture_problem,
+    checksums,
+    files_problem,
     find,
     layout_problem,
     precision_problem,
     record_files,
     way_out,
+    written_files,
 )
+from relax_train.checkpoint.no_code import data_only
 from relax_train.checkpoint.sharded_io import (
-    agree,
     check_files,
+    dtype_name,
     local_bytes,
     on_every_rank,
     read_state,
@@ -50,7 +63,6 @@ from relax_train.checkpoint.sharded_io import (
     write_state,
 )
 from relax_train.models.build import Model
-from relax_train.models.export import weight_buckets
 
 T = TypeVar("T")
 
@@ -124,7 +136,8 @@ def save_checkpoint(
         _on_first_rank(parallel, lambda: _prepare(unfinished, manifest))
         on_every_rank(parallel, lambda: _write_rng(unfinished, parallel))
         write_state(state, unfinished, parallel)
-        _on_first_rank(parallel, lambda: _finish(unfinished, target))
+        sums = _checksums(unfinished, parallel)
+        _on_first_rank(parallel, lambda: _finish(unfinished, target, sums))
     except CheckpointError as error:
         give_up = functools.partial(_give_up, error, unfinished, target, int(size))
         text = _on_first_rank(parallel, give_up)
@@ -141,8 +154,22 @@ def _prepare(unfinished: Path, manifest: dict[str, Any]) -> None:
     (unfinished / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
-def _finish(unfinished: Path, target: Path) -> None:
-    record_files(unfinished)
+def _checksums(folder: Path, parallel: ParallelState) -> dict[str, int]:
+    """Checksums of the files that the ranks wrote, each by its writer, which has them in memory still; collective."""
+    mine: dict[str, int] = {}
+
+    def read_own() -> None:
+        own = re.compile(rf"__{parallel.rank}_\d+\.distcp|rng_{parallel.rank}\.pt")
+        mine.update(checksums(folder, [name for name in written_files(folder) if own.fullmatch(name)]))
+
+    on_every_rank(parallel, read_own)
+    every: list[dict[str, int]] = [{} for _ in range(parallel.world_size)]
+    dist.all_gather_object(every, mine, group=parallel.gloo_group)
+    return {name: value for part in every for name, value in part.items()}
+
+
+def _finish(unfinished: Path, target: Path, sums: dict[str, int]) -> None:
+    record_files(unfinished, sums)
     publish(unfinished, target)
     set_latest(target.parent, target.name)
 
@@ -168,7 +195,7 @@ def _manifest(rollout_id: int, model: Model, optimizer: Optimizer, extra: dict[s
         "rollout_id": rollout_id,
         "world_size": model.parallel.world_size,
         "layout": model.parallel.signature,
-        "dtype": _dtype_name(model),
+        "dtype": dtype_name(model.dtype),
         "model": architecture(model.config_json),
         "megatron_core": VERSION,
         "scheduler": optimizer.state_dict(),
@@ -232,6 +259,7 @@ def load_checkpoint(
         _check_fit(manifest, model, folder)
     try:
         on_every_rank(parallel, lambda: check_files(folder))
+        on_every_rank(parallel, lambda: _check_bits(folder, parallel))
         on_every_rank(parallel, lambda: read_state(model, optimizer, folder))
         if optimizer is not None:
             with DeviceContext():
@@ -243,6 +271,12 @@ def load_checkpoint(
     return Loaded(manifest["rollout_id"], manifest["extra"], optimizer is not None)
 
 
+def _check_bits(folder: Path, parallel: ParallelState) -> None:
+    problem = files_problem(folder, part=parallel.rank, parts=parallel.world_size)
+    if problem is not None:
+        raise CheckpointError(problem)
+
+
 def _check_fit(manifest: dict[str, Any], model: Model, folder: Path) -> None:
     """Refuses a checkpoint whose optimizer state this run cannot take.
 
@@ -251,14 +285,10 @@ def _check_fit(manifest: dict[str, Any], model: Model, folder: Path) -> None:
     """
     for problem in (
         layout_problem(manifest, model.parallel.signature, folder),
-        precision_problem(manifest, _dtype_name(model), folder),
+        precision_problem(manifest, dtype_name(model.dtype), folder),
     ):
         if problem is not None:
             raise ValueError(problem)
-
-
-def _dtype_name(model: Model) -> str:
-    return str(model.dtype).removeprefix("torch.")
 
 
 def _schedule(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -271,7 +301,8 @@ def _read_rng(folder: Path, manifest: dict[str, Any], parallel: ParallelState) -
         return  # other ranks, other streams: the seeds of the start stand
     file = folder / f"rng_{parallel.rank}.pt"
     try:
-        state = torch.load(file, weights_only=False)
+        with data_only():
+            state = torch.load(regular(file), weights_only=True)
     except Exception as error:  # unpickling raises what it likes
         raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     random.setstate(state["python"])
@@ -281,122 +312,3 @@ def _read_rng(folder: Path, manifest: dict[str, Any], parallel: ParallelState) -
         torch.cuda.set_rng_state(state["cuda"], parallel.device)
     with DeviceContext():
         tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
-
-
-# ---------------------------------------------------------------------- Hugging Face folder
-
-
-def save_hf(
-    model: Model,
-    directory: str | os.PathLike[str],
-    *,
-    max_shard_bytes: int = 4 << 30,
-    bucket_bytes: int = 512 << 20,
-) -> Path:
-    """Writes a Hugging Face folder that transformers loads: weights, configuration, tokenizer files; collective.
-
-    Args:
-        directory: the folder itself; replaced if it exists.
-        max_shard_bytes: largest safetensors file, also what rank 0 holds in host memory.
-        bucket_bytes: how much is gathered on the device at once.
-
-    Raises:
-        CheckpointError: on every rank, when rank 0 could not write. A folder that was there before is untouched.
-    """
-    target, parallel = Path(directory).absolute(), model.parallel
-    unfinished = target.with_name(target.name + ".tmp")
-    writer = _HFWriter(unfinished, max_shard_bytes) if parallel.rank == 0 else None
-    error: Exception | None = None
-    for bucket in weight_buckets(model, bucket_bytes):
-        if writer is not None and error is None:
-            try:
-                for name, tensor in bucket.items():
-                    writer.add(name, tensor)
-            except Exception as caught:  # the other ranks go on gathering: so must this one
-                error = caught
-        del bucket
-    try:
-        if writer is not None and error is None:
-            writer.finish(model)
-            publish(unfinished, target)
-    except Exception as caught:
-        error = caught
-    problem = agree(parallel, error)
-    if problem is not None:
-        if parallel.rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        existing = next((p for p in target.parents if p.exists()), Path("/"))
-        free = shutil.disk_usage(existing).free
-        raise CheckpointError(
-            f"cannot save {target}: {problem}. {free / 1e6:,.1f} MB are free there; make room or choose another "
-            "--save-hf. What was there before is as it was."
-        ) from error
-    return target
-
-
-class _HFWriter:
-    """Collects tensors on the host and writes a safetensors file whenever enough are there."""
-
-    def __init__(self, folder: Path, max_shard_bytes: int) -> None:
-        self._folder, self._max = folder, max_shard_bytes
-        self._pending: dict[str, torch.Tensor] = {}
-        self._pending_bytes = self._total = 0
-        self._shards: list[list[str]] = []
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_bytes + size > self._max:
-            self._flush()
-        # A copy of its own: safetensors refuses tensors that share their memory.
-        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._pending_bytes += size
-
-    def _part(self, number: int) -> Path:
-        return self._folder / f"part-{number}.safetensors"
-
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        if not self._shards:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder.mkdir(parents=True)
-        save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
-        self._shards.append(list(self._pending))
-        self._total += self._pending_bytes
-        self._pending, self._pending_bytes = {}, 0
-
-    def finish(self, model: Model) -> None:
-        self._flush()
-        count = len(self._shards)
-        if count == 1:
-            self._part(0).rename(self._folder / "model.safetensors")
-        else:
-            names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-            for i, name in enumerate(names):
-                self._part(i).rename(self._folder / name)
-            index = {
-                "metadata": {"total_size": self._total},
-                "weight_map": {t: names[i] for i, shard in enumerate(self._shards) for t in shard},
-            }
-            text = json.dumps(index, indent=2, sort_keys=True)
-            (self._folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-        for source in Path(model.hf_folder).iterdir():
-            if source.is_file() and source.name != "config.json" and not _is_weights(source.name):
-                shutil.copy2(source, self._folder / source.name)
-        (self._folder / "config.json").write_text(json.dumps(_exported_config(model), indent=2), encoding="utf-8")
-
-
-def _exported_config(model: Model) -> dict[str, Any]:
-    """The configuration as it was given, but for the precision.
-
-    transformers 5 would write it with keys that versions before it skip in silence (``rope_parameters``,
-    ``num_local_experts``), and they would compute with their defaults.
-    """
-    config = dict(model.config_json)
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = _dtype_name(model)
-    return config
-
-
-def _is_weights(name: str) -> bool:
-    endings = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-    return name.endswith(endings)

@@ -28,11 +28,13 @@ from relax_train.backend.mcore import (
 )
 from relax_train.backend.optimizer import Optimizer
 from relax_train.backend.parallel import ParallelState
-from relax_train.checkpoint.folders import CheckpointError
+from relax_train.checkpoint.folders import CheckpointError, regular
+from relax_train.checkpoint.no_code import data_only, read_index
 from relax_train.models.build import Model
 
 ShardedState = dict[str, Any]
 _COMMON = "common.pt"
+_KIND = "torch_dist"
 
 
 def _reason(error: BaseException) -> str:
@@ -42,6 +44,11 @@ def _reason(error: BaseException) -> str:
         reasons = {r: (_reason(e[0]).splitlines() or [""])[0] for r, e in sorted(error.failures.items())}
         return "; ".join(f"rank {r}: {text[:300]}" for r, text in reasons.items())
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``, as it stands in a checkpoint and in ``config.json``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def agree(parallel: ParallelState, error: BaseException | None) -> str | None:
@@ -114,7 +121,7 @@ def write_state(state: ShardedState, folder: Path, parallel: ParallelState) -> N
     def write_small_files() -> None:
         if parallel.rank == 0:
             torch.save(common, folder / _COMMON)
-            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+            save_config(CheckpointingConfig(_KIND, 1), str(folder))
 
     on_every_rank(parallel, write_small_files)
     try:
@@ -137,12 +144,12 @@ def check_files(folder: Path) -> None:
         CheckpointError: one is missing, cut off or unreadable; the message names it.
     """
     for name, read in (
-        ("metadata.json", lambda file: json.loads(file.read_bytes())),
-        (_COMMON, lambda file: torch.load(file, weights_only=False)),
-        (".metadata", lambda file: torch_checkpoint.FileSystemReader(folder).read_metadata()),
+        ("metadata.json", _read_kind),
+        (_COMMON, lambda file: torch.load(file, weights_only=True)),
+        (".metadata", read_index),
     ):
         try:
-            content = read(folder / name)
+            content = read(regular(folder / name))
         except Exception as error:  # unpickling raises what it likes
             raise CheckpointError(f"{folder / name} cannot be read: {_reason(error)}") from error
     sizes: dict[str, int] = {}
@@ -150,10 +157,18 @@ def check_files(folder: Path) -> None:
         sizes[part.relative_path] = max(sizes.get(part.relative_path, 0), part.offset + part.length)
     for name, size in sorted(sizes.items()):
         file = folder / name
+        if Path(name).name != name:
+            raise CheckpointError(f"{folder / '.metadata'} names {name[:100]!r}, which is no file of the checkpoint")
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
         if file.stat().st_size < size:
             raise CheckpointError(f"{file} was cut off: it has {file.stat().st_size} of {size} bytes")
+
+
+def _read_kind(file: Path) -> None:
+    kind = json.loads(file.read_bytes())
+    if not isinstance(kind, dict) or kind.get("sharded_backend") != _KIND:
+        raise ValueError(f"it is no sharded checkpoint of the kind {_KIND!r}")
 
 
 def read_state(model: Model, optimizer: Optimizer | None, folder: Path) -> None:
@@ -163,7 +178,8 @@ def read_state(model: Model, optimizer: Optimizer | None, folder: Path) -> None:
     """
     state = sharded_state(model, optimizer, loading=True)
     with DeviceContext(), torch.no_grad():
-        loaded = dist_checkpointing.load(state, os.fspath(folder))
+        with data_only():
+            loaded = dist_checkpointing.load(state, os.fspath(folder))
         model.gpt[0].load_state_dict(loaded["model"])
         if optimizer is not None:
             optimizer.megatron.load_state_dict(loaded["optimizer"])

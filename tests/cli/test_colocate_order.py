@@ -314,6 +314,20 @@ def test_resume_goes_on_after_the_saved_rollout_with_its_version() -> None:
     assert (outcome.first_rollout, outcome.next_rollout) == (5, 6)
 
 
+def test_a_checkpoint_that_does_not_say_which_prompts_come_next_is_refused() -> None:
+    """The run would begin with the first prompt again, and end with exit code 0."""
+    workers = RecordingWorkers(checkpoint=(4, {}))
+    with pytest.raises(ValueError, match=r"--load s: the checkpoint of rollout 4 does not say which prompts come next"):
+        run(workers, num_rollout=6, save={"load": "s", "save": "s"})
+    assert only(workers.calls, "generate", "train") == []
+
+
+def test_a_checkpoint_of_a_run_without_rollouts_begins_with_the_first_prompt() -> None:
+    workers = RecordingWorkers(checkpoint=(4, {"rollout": None}))
+    run(workers, num_rollout=6, save={"load": "s", "save": "s"})
+    assert only(workers.calls, "load_state_dict", "generate") == ["generate 5 5"]
+
+
 def test_a_finished_run_that_is_resumed_does_nothing() -> None:
     workers = RecordingWorkers(checkpoint=(4, {"rollout": {"cursor": 5}}))
     run(workers, num_rollout=5, save={"load": "s", "save": "s"})

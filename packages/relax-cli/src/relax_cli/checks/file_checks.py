@@ -207,6 +207,8 @@ def _resume_problems(config: RunConfig) -> Problems:
     sizes = {name: getattr(parallel, name) for name in SIZES}
     sizes["expert_tensor_parallel_size"] = parallel.resolved_expert_tensor_parallel_size
     found = [manifest.files_problem(folder)]
+    if "rollout" not in saved["extra"] and not config.debug.debug_train_only:
+        found.append(f"{folder / manifest.MANIFEST} does not say which prompts come next. {manifest.way_out(folder)}")
     try:
         rollout = saved["extra"].get("rollout")
         if rollout is not None and not config.debug.debug_train_only:

@@ -172,8 +172,17 @@ class Controller(abc.ABC):
             self.progress.note(f"--load {directory}: no checkpoint there yet, starting from --hf-checkpoint")
             return 0
         rollout_id, extra = found
-        if extra.get("rollout") is not None and not self.config.debug.debug_train_only:
-            self.workers.rollout.load_state_dict(extra["rollout"])
+        if not self.config.debug.debug_train_only:
+            if "rollout" not in extra:
+                raise ValueError(
+                    f"--load {directory}: the checkpoint of rollout {rollout_id} does not say which prompts come next, "
+                    "so the run would begin with the first again; copy it again from where it is whole, or start a new "
+                    "run from its weights (--save-hf, --hf-checkpoint)"
+                )
+            if extra["rollout"] is None:
+                self.progress.note("the checkpoint is of a run without rollouts: the prompts begin with the first")
+            else:
+                self.workers.rollout.load_state_dict(extra["rollout"])
         self.progress.note(f"resumed from rollout {rollout_id} of {directory}")
         self.outcome.last_checkpoint = directory
         self._saved = rollout_id

@@ -117,6 +117,8 @@ class GenerationContext:
         )
         result = await self._router.generate(request)
         sample.append(result.tokens, result.log_probs, result.versions)
+        if result.finish_reason == "abort" and len(result.tokens) >= limit:
+            return "length"  # the abort came when nothing was left to do
         return result.finish_reason
 
     def finish(self, sample: Sample, reason: FinishReason) -> None:

@@ -15,6 +15,9 @@ from relax_rollout.settings import RolloutSettings
 
 logger = logging.getLogger(__name__)
 
+MAX_INTERRUPTIONS = 4
+"""Times that over-sampling may interrupt a sample before a rollout waits for its group."""
+
 PROMPT_TOO_LONG = "prompt_too_long"
 
 
@@ -170,6 +173,14 @@ class RolloutContext:
         self.drop(group, PROMPT_TOO_LONG)
 
 
+def _was_overdue(group: SampleGroup) -> bool:
+    return any(s.aborted_count >= MAX_INTERRUPTIONS for s in group.samples)
+
+
+def _is_overdue(group: SampleGroup) -> bool:
+    return any(s.aborted_count >= MAX_INTERRUPTIONS and not s.status.finished for s in group.samples)
+
+
 RolloutFunction = Callable[[RolloutContext], Awaitable[list[SampleGroup]]]
 
 
@@ -178,7 +189,9 @@ async def collect_groups(rollout: RolloutContext) -> list[SampleGroup]:
 
     Submits ``--over-sampling-batch-size`` prompts for each ``--rollout-batch-size`` groups that are missing, and
     replaces rejected groups in the same proportion. When enough groups are accepted, the others are interrupted: whole
-    ones are ready for the next rollout, unfinished samples start again there, before any new prompt.
+    ones are ready for the next rollout, unfinished samples start again there, before any new prompt. A group of which
+    a sample was interrupted :data:`MAX_INTERRUPTIONS` times is waited for, and is among those returned: a long response
+    would else be thrown away for ever.
     """
     settings = rollout.settings
     wanted = settings.rollout_batch_size
@@ -186,7 +199,7 @@ async def collect_groups(rollout: RolloutContext) -> list[SampleGroup]:
     rollout.groups_done = len(done)
     running = rollout.running()
     try:
-        while len(done) < wanted:
+        while len(done) < wanted or any(map(_is_overdue, running.groups)):
             missing = wanted - len(done) - len(running)
             if missing > 0:
                 # Rounded up; equal to `missing` without over-sampling, so that nothing is generated in vain.
@@ -194,7 +207,8 @@ async def collect_groups(rollout: RolloutContext) -> list[SampleGroup]:
                     running.submit(group)
             if not len(running):
                 break  # the last epoch is over
-            done += [g for g in await running.next_finished() if rollout.keep(g)]
+            finished = [g for g in await running.next_finished() if rollout.keep(g)]
+            done = [g for g in finished if _was_overdue(g)] + done + [g for g in finished if not _was_overdue(g)]
             rollout.groups_done = min(len(done), wanted)
         for group, whole in await running.interrupt():
             if whole:

@@ -172,6 +172,8 @@ class RolloutLoop:
             prompts=self.ledger.counts(),
             timer=timer,
         )
+        open_samples = [s for g in (*groups, *self.ledger.waiting) for s in g.samples]
+        metrics["rollout/interrupted_max"] = float(max((s.aborted_count for s in open_samples), default=0))
         return RolloutResult(groups=groups, metrics=metrics, dropped=dropped)
 
     def settle(self) -> None:
@@ -267,12 +269,14 @@ class RolloutLoop:
         )
 
     def _restart_stale(self, rollout: RolloutContext) -> None:
-        """Lets buffered samples that are too old for this rollout start again; none is dropped."""
-        if self._max_staleness is None:
-            return
-        oldest = rollout.version - self._max_staleness
+        """Lets buffered samples that are too old for this rollout start again; none is dropped.
+
+        So do those of later weights than this rollout has: a run that begins again at a lower rollout than the
+        checkpoint's trains other weights under the same versions.
+        """
+        oldest = 0 if self._max_staleness is None else rollout.version - self._max_staleness
         for group in (*self.ledger.ready, *self.ledger.waiting):
-            stale = [s for s in group.samples if s.oldest_version is not None and s.oldest_version < oldest]
+            stale = [s for s in group.samples if any(not oldest <= v <= rollout.version for v in s.versions)]
             for sample in stale:
                 rollout.runner.restart(sample)
             if stale and self.ledger.state_of(group.prompt.prompt_id) is PromptState.BUFFERED:

@@ -139,6 +139,11 @@ class InflightGroups:
     def __len__(self) -> int:
         return len(self._tasks)
 
+    @property
+    def groups(self) -> list[SampleGroup]:
+        """What runs now."""
+        return list(self._tasks.values())
+
     def submit(self, group: SampleGroup) -> None:
         """Starts generating a group."""
         self._tasks[asyncio.ensure_future(self._runner.run_group(group))] = group

@@ -143,6 +143,7 @@ def check_files(folder: Path) -> None:
     Raises:
         CheckpointError: one is missing, cut off or unreadable; the message names it.
     """
+    content: Any = None
     for name, read in (
         ("metadata.json", _read_kind),
         (_COMMON, lambda file: torch.load(file, weights_only=True)),

@@ -236,8 +236,8 @@ def checkpoint(workspace: Path) -> Path:
         "layout": {**sizes, "context_parallel_size": 1, "data_parallel_size": 1, "expert_tensor_parallel_size": 1},
         "dtype": "float32",
         "model": manifest.architecture(json.loads((workspace / "small" / "config.json").read_text())),
-        "scheduler": {},
-        "extra": {},
+        "scheduler": {"num_steps": 5},
+        "extra": {"rollout": None},
     }
     (folder / manifest.MANIFEST).write_text(json.dumps(content))
     (folder / "__0_0.distcp").write_bytes(bytes(100))
@@ -270,6 +270,18 @@ UNFIT: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
     ),
     "empty manifest": (lambda f: (f / "relax.json").write_text("{}"), [], "relax.json has format None"),
     "odd layout": (edit(layout=7), [], "relax.json is damaged"),
+    "odd schedule": (edit(scheduler={"steps": 3}), [], "relax.json is damaged: its scheduler is not"),
+    "no prompts": (edit(extra={}), [], "does not say which prompts come next"),
+    "flipped bit": (
+        lambda f: (f / "__0_0.distcp").write_bytes(bytes(99) + b"\x01"),
+        [],
+        "__0_0.distcp has changed since it was written",
+    ),
+    "latest a pipe": (
+        lambda f: ((f.parent / "latest").unlink(), os.mkfifo(f.parent / "latest")),
+        [],
+        "is not a regular file; write the name",
+    ),
     "latest of nothing": (lambda f: (f.parent / "latest").write_text("rollout_9"), [], "names 'rollout_9'"),
     "odd state": (edit(extra=7), [], "relax.json is damaged"),
     "odd state of the rollout": (edit(extra={"rollout": 7}), [], "is damaged: it is no object, but '7'"),

@@ -255,6 +255,12 @@ def edit(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
+def make_pipe(file: Path) -> None:
+    """A reader would wait for ever."""
+    file.unlink()
+    os.mkfifo(file)
+
+
 UNFIT: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
     "cut off": (
         lambda f: os.truncate(f / "__0_0.distcp", 7),
@@ -278,7 +284,7 @@ UNFIT: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
         "__0_0.distcp has changed since it was written",
     ),
     "latest a pipe": (
-        lambda f: ((f.parent / "latest").unlink(), os.mkfifo(f.parent / "latest")),
+        lambda f: make_pipe(f.parent / "latest"),
         [],
         "is not a regular file; write the name",
     ),

@@ -111,7 +111,10 @@ class LocalPlane:
             temporary.write_bytes(data)
 
     def load(self, path: str | Path) -> None:
-        """Replaces all rows by those of :meth:`save`, none of them taken."""
+        """Replaces all rows by those of :meth:`save`, none of them taken.
+
+        Rows hold anything, so that the file is a pickle: reading it runs what it holds. Read only what you wrote.
+        """
         state = pickle.loads(Path(path).read_bytes())
         with self._changed:
             self._rows, self._next_id, self._closed = state["rows"], state["next_id"], state["closed"]

@@ -16,6 +16,8 @@ from relax_data.types import Prompt, Sample, SampleGroup, SampleStatus
 from relax_rollout.rewards import RewardError, build_reward
 from relax_rollout.rewards.build import REWARDS
 from relax_rollout.rewards.math import MathReward
+from relax_rollout.rewards.math_labels import LabelError, label_text
+from relax_rollout.rewards.math_worker import compare
 from relax_rollout.settings import RewardSettings
 
 Hooks = Callable[[str, str], str]
@@ -86,6 +88,74 @@ async def test_math_compares_by_value() -> None:
         assert fraction.reward == 1.0
     finally:
         await reward.close()
+
+
+@pytest.mark.parametrize(
+    ("label", "right", "wrong"),
+    [
+        ("2x+3", [r"\boxed{2x+3}", r"\boxed{3+2x}", "2x+3"], [r"\boxed{2}", r"\boxed{3}"]),
+        ("(1, 2)", [r"\boxed{(1, 2)}"], [r"\boxed{2}", r"\boxed{(2, 1)}"]),
+        ("[0, 1)", [r"\boxed{[0, 1)}"], [r"\boxed{1}", r"\boxed{[0, 1]}"]),
+        ("2^{10}", [r"\boxed{1024}"], [r"\boxed{2}"]),
+        ("y = 2x + 1", [r"\boxed{y = 2x + 1}"], [r"\boxed{1}"]),
+        ("12:30", [r"\boxed{12:30}"], [r"\boxed{12}"]),
+        ("1331 and 1728", [r"\boxed{1331 \text{ and } 1728}"], [r"\boxed{1728}"]),
+        ("$2x+3$", [r"\boxed{2x+3}"], [r"\boxed{2}"]),
+        ("The answer is $4$", [r"\boxed{4}"], [r"\boxed{5}"]),
+        (r"so \boxed{\frac{1}{2}}", [r"\boxed{0.5}"], [r"\boxed{1}"]),
+        ("He sold 48/2 = 24.\n#### 1,072", [r"\boxed{1072}", "1072"], [r"\boxed{24}"]),
+        ("1 1/2", [r"\boxed{\frac{3}{2}}", r"\boxed{1.5}"], [r"\boxed{1}"]),
+        ("50%", [r"\boxed{50\%}", r"\boxed{0.5}", "50%"], [r"\boxed{5}"]),
+        ("3·4", [r"\boxed{12}"], [r"\boxed{3}"]),
+        ("pi/2", [r"\boxed{\frac{\pi}{2}}"], [r"\boxed{\frac{1}{2}}"]),
+        ("6 cm^2", [r"\boxed{6}", r"\boxed{6\text{ cm}^2}"], [r"\boxed{36}"]),
+        ("Paris", [r"\boxed{\text{Paris}}", "The answer is Paris."], [r"\boxed{Pairs}", ""]),
+        ("2024-01-01", [r"\boxed{2024-01-01}"], [r"\boxed{2022}"]),
+        ("C", [r"\boxed{C}", "The answer is C."], [r"\boxed{D}"]),
+        (1e-7, [r"\boxed{10^{-7}}"], [r"\boxed{0}"]),
+        (2.0, [r"\boxed{2}"], [r"\boxed{20}"]),
+    ],
+)
+def test_math_reads_a_label_whole(label: Any, right: list[str], wrong: list[str]) -> None:
+    text = label_text(label)
+    assert text is not None
+    assert [compare(r, text) for r in right + wrong] == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "2x+3)",
+        "1.5 million",
+        "2 hours 30 minutes",
+        "x is $3$ of 4",
+        "If $x=2$ then $y=z$",
+        "0.333...",
+        "",
+        "$$",
+        r"\boxed{4",
+        "so 4" * 30,
+        "1.\n2.",
+    ],
+)
+def test_math_refuses_a_label_that_it_cannot_read_whole(label: str) -> None:
+    with pytest.raises(LabelError, match=r"the label .* cannot be compared.*correct the row"):
+        compare(r"\boxed{4}", label)
+
+
+async def test_math_names_the_row_of_a_label_that_it_cannot_read() -> None:
+    reward = MathReward(max_workers=1, time_limit_s=120.0)
+    try:
+        with pytest.raises(RewardError, match=r"^data.jsonl:4 response 0: --rm-type math: the label '2x\+3\)'"):
+            await reward(sample(r"\boxed{3}", label="2x+3)"))
+    finally:
+        await reward.close()
+
+
+@pytest.mark.parametrize("label", [{"ground_truth": "72"}, ["72"], True, float("nan"), Decimal("Infinity"), b"4"])
+async def test_math_refuses_labels_that_are_neither_text_nor_number(label: Any) -> None:
+    with pytest.raises(RewardError, match=r"data.jsonl:4 response 0: --rm-type math .*--label-key.*--custom-rm-path"):
+        await MathReward(max_workers=1)(sample("72", label=label))
 
 
 async def test_math_ends_a_comparison_that_does_not_return() -> None:

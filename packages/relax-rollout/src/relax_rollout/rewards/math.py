@@ -17,7 +17,9 @@ from typing import Any, ClassVar
 from relax_data.types import Sample
 
 from relax_rollout.concurrency import in_thread
+from relax_rollout.errors import shown
 from relax_rollout.rewards.base import Reward, RewardError
+from relax_rollout.rewards.math_labels import label_text
 
 TIME_LIMIT_S = 10.0
 """Seconds for one comparison, both expressions parsed."""
@@ -52,7 +54,7 @@ class MathWorker:
         self._ready = False
 
     def ask(self, response: str, label: str, time_limit_s: float) -> dict[str, Any]:
-        """The worker's answer: ``{"reward": float}`` or ``{"error": traceback}``.
+        """The worker's answer: ``{"reward": float}``, ``{"bad_label": why}`` or ``{"error": traceback}``.
 
         Raises:
             TimeoutError: no answer within ``time_limit_s``; the worker is dead then.
@@ -130,10 +132,19 @@ class MathReward(Reward):
             self._all.pop().kill()
 
     def _compare(self, sample: Sample) -> dict[str, Any]:
+        label = label_text(sample.prompt.label)
+        if label is None:
+            raise RewardError(
+                f"{sample.name}: {self.name} compares with a text or a number, but the label is "
+                f"{shown(sample.prompt.label)}; give the key of one with --label-key, or compare with a function of "
+                "your own (--custom-rm-path)"
+            )
         try:
-            answer = self._ask(sample.response, str(sample.prompt.label))
+            answer = self._ask(sample.response, label)
         except TimeoutError:
             return {"reward": 0.0, LIMIT_HIT: 1}
+        if "bad_label" in answer:
+            raise RewardError(f"{sample.name}: {self.name}: {answer['bad_label']}")
         if "error" in answer:
             raise RewardError(f"{sample.name}: {self.name} failed on label {sample.prompt.label!r}:\n{answer['error']}")
         return {"reward": answer["reward"], LIMIT_HIT: 0}

@@ -1,7 +1,7 @@
 """The worker process of ``--rm-type math``: ``python -m relax_rollout.rewards.math_worker``.
 
-Reads lines ``{"response", "label", "cpu_limit_s"}`` from stdin, answers each with one line ``{"reward"}`` or
-``{"error"}``, and ends when stdin does.
+Reads lines ``{"response", "label", "cpu_limit_s"}`` from stdin, answers each with one line ``{"reward"}``,
+``{"bad_label"}`` (why the label cannot be read) or ``{"error"}`` (a traceback), and ends when stdin does.
 """
 
 import functools
@@ -11,6 +11,8 @@ import resource
 import sys
 import traceback
 from typing import Any
+
+from relax_rollout.rewards.math_labels import Gold, LabelError, answer_text, plain_text, read_label
 
 MEMORY_LIMIT = 8 << 30
 """Bytes of address space: a response may ask for a number that fills the machine."""
@@ -37,6 +39,8 @@ def main() -> None:
         _limit_cpu(request["cpu_limit_s"])
         try:
             answer({"reward": compare(request["response"], request["label"])})
+        except LabelError as e:
+            answer({"bad_label": str(e)})
         except Exception:
             answer({"error": traceback.format_exc()})
 
@@ -49,14 +53,32 @@ def _limit_cpu(seconds: float) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def gold(label: str) -> list[Any]:
-    """The label as math-verify's expressions: as it stands if it is marked as LaTeX, else also read as LaTeX."""
-    from math_verify import parse
+def gold(label: str) -> Gold | list[Any]:
+    """The label as math-verify's expressions, or a :class:`Gold` with the text that it is compared as.
 
-    found = parse(label, parsing_timeout=None)
-    if not found or ("$" not in label and "\\boxed" not in label and "\\" in label):
-        found = parse(f"${label}$", parsing_timeout=None) or found
-    return list(found)
+    Raises:
+        LabelError: it cannot be read whole; the message says why and what to write instead.
+    """
+    from math_verify import LatexExtractionConfig, parse
+
+    try:
+        found = read_label(label)
+        if found.text is not None:
+            return found
+        # Only the last formula, and no number in place of one that cannot be parsed.
+        expected = parse(found.latex, [LatexExtractionConfig()], extraction_mode="first_match", parsing_timeout=None)
+        if not expected or isinstance(expected[0], str):
+            raise LabelError("it is no mathematical expression")
+    except LabelError as e:
+        raise LabelError(
+            f"the label {label[:200]!r} cannot be compared: {e}; correct the row (a number, a formula between dollars, "
+            "a few words), or use --rm-type exact-match or --custom-rm-path"
+        ) from None
+    if found.latex.endswith("%"):
+        # math-verify leaves a boxed percentage as text.
+        number = found.latex.strip("$%")
+        expected += [f"{number}\\%", f"{number}%"]
+    return list(expected)
 
 
 def compare(response: str, label: str) -> float:
@@ -65,15 +87,17 @@ def compare(response: str, label: str) -> float:
     Time is limited from outside, so math-verify's own alarms are off.
 
     Raises:
-        ValueError: the label is no mathematical expression.
+        LabelError: the label cannot be read whole.
     """
     from math_verify import parse, verify
 
     expected = gold(label)
-    if not expected:
-        raise ValueError(
-            f"the label {label!r} is no mathematical expression; use --rm-type exact-match or correct the row"
-        )
+    written = plain_text(answer_text(response))
+    if isinstance(expected, Gold):
+        assert expected.text is not None, "formulas are parsed"
+        return float(written == plain_text(expected.text))
+    if written == plain_text(label):
+        return 1.0  # math-verify reads an answer without marks in part
     found = parse(response, parsing_timeout=None)
     return float(bool(found) and verify(expected, found, timeout_seconds=None))
 

@@ -131,6 +131,7 @@ def test_math_reads_a_label_whole(label: Any, right: list[str], wrong: list[str]
         "x is $3$ of 4",
         "If $x=2$ then $y=z$",
         "0.333...",
+        "1e999",
         "",
         "$$",
         r"\boxed{4",

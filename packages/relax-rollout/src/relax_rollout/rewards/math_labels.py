@@ -64,24 +64,26 @@ _NAMES = frozenset(
 _ROOT = re.compile(r"√\s*(\w+|\([^()]*\))")
 _AREA = re.compile(r"(?<=[\d}])(\s*)(mm|cm|dm|km|ft|in|yd|mi)\s*\^\{?([23])\}?")
 """Units of areas and volumes as they are typed; math-verify takes them away where they stand in ``\\text{...}``."""
-_SIGNS = {
-    "\N{MINUS SIGN}": "-",
-    "\N{EN DASH}": "-",
-    "\N{MULTIPLICATION SIGN}": r"\times ",
-    "\N{MIDDLE DOT}": r"\cdot ",
-    "\N{DIVISION SIGN}": r"\div ",
-    "\N{LESS-THAN OR EQUAL TO}": r"\le ",
-    "\N{GREATER-THAN OR EQUAL TO}": r"\ge ",
-    "\N{NOT EQUAL TO}": r"\ne ",
-    "\N{INFINITY}": r"\infty ",
-    "\N{GREEK SMALL LETTER PI}": r"\pi ",
-    "\N{DEGREE SIGN}": r"^\circ ",
-    "\N{SUPERSCRIPT TWO}": "^2",
-    "\N{SUPERSCRIPT THREE}": "^3",
-    "\N{UNION}": r"\cup ",
-    "\N{INTERSECTION}": r"\cap ",
-    "\N{ELEMENT OF}": r"\in ",
-}
+_SIGNS = str.maketrans(
+    {
+        "\N{MINUS SIGN}": "-",
+        "\N{EN DASH}": "-",
+        "\N{MULTIPLICATION SIGN}": r"\times ",
+        "\N{MIDDLE DOT}": r"\cdot ",
+        "\N{DIVISION SIGN}": r"\div ",
+        "\N{LESS-THAN OR EQUAL TO}": r"\le ",
+        "\N{GREATER-THAN OR EQUAL TO}": r"\ge ",
+        "\N{NOT EQUAL TO}": r"\ne ",
+        "\N{INFINITY}": r"\infty ",
+        "\N{GREEK SMALL LETTER PI}": r"\pi ",
+        "\N{DEGREE SIGN}": r"^\circ ",
+        "\N{SUPERSCRIPT TWO}": "^2",
+        "\N{SUPERSCRIPT THREE}": "^3",
+        "\N{UNION}": r"\cup ",
+        "\N{INTERSECTION}": r"\cap ",
+        "\N{ELEMENT OF}": r"\in ",
+    }
+)
 
 
 class LabelError(ValueError):
@@ -170,10 +172,12 @@ def _unmarked(label: str) -> Gold:
         label = label[:-1].rstrip()
     if label[1:] and label[0] in "$€£¥" and _NUMBER.fullmatch(label[1:].strip()):
         label = label[1:].strip()
-    number = _AREA.sub(r"\1\\text{ \2}^\3", _ROOT.sub(r"\\sqrt{\1}", label.translate(str.maketrans(_SIGNS))))
+    number = _AREA.sub(r"\1\\text{ \2}^\3", _ROOT.sub(r"\\sqrt{\1}", label.translate(_SIGNS)))
     if number and _NUMBER.fullmatch(number):
         return _number(number)
-    if _SCIENTIFIC.fullmatch(number) and abs(int(number.lower().partition("e")[2])) <= _LARGEST_EXPONENT:
+    if _SCIENTIFIC.fullmatch(number):
+        if abs(int(number.lower().partition("e")[2])) > _LARGEST_EXPONENT:
+            raise LabelError(f"its exponent is beyond {_LARGEST_EXPONENT}")
         return Gold(latex=f"${Decimal(number):f}$")
     if mixed := _MIXED.fullmatch(number):
         sign, whole, upper, lower = mixed.groups()

@@ -11,7 +11,7 @@ import pytest
 class CharTokenizer:
     """One token a character, with the two calls of a transformers tokenizer that relax-data makes."""
 
-    chat_template = "yes"
+    chat_template = "it names the roles 'user' and 'forbidden'"
 
     def __call__(self, texts: list[str], *, add_special_tokens: bool, return_attention_mask: bool) -> dict[str, Any]:
         if any("stumbles" in t for t in texts):
@@ -23,11 +23,17 @@ class CharTokenizer:
         assert kwargs.pop("tokenize") is False
         if any(m["role"] == "forbidden" for m in messages):
             raise RuntimeError("role not allowed")
-        text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        text = "".join(f"<{m['role']}>{self._content(m['content'])}" for m in messages)
         for name, value in sorted(kwargs.items()):
             if name != "add_generation_prompt":
                 text = f"[{name}={value}]" + text
         return text + ("<assistant>" if kwargs["add_generation_prompt"] else "")
+
+    @staticmethod
+    def _content(content: Any) -> str:
+        if isinstance(content, str):
+            return content
+        return "".join(p["text"] if p["type"] == "text" else f"<{p['type']}>" for p in content)
 
 
 @pytest.fixture

@@ -91,6 +91,27 @@ def test_a_string_is_one_user_message_and_the_real_tokenizer_agrees(
     assert all(type(i) is int for i in prompt.input_ids)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    "value", ["1e999", "-1e999", "Infinity", "-Infinity", "NaN", "[1, NaN]", '{"a": {"b": 1e999}}', "[[Infinity]]"]
+)
+def test_a_label_that_is_not_finite_is_named(
+    write_jsonl: Callable[..., str], tokenizer: Any, value: str, streaming: bool
+) -> None:
+    path = write_jsonl([f'{{"input": "a", "answer": {value}}}'])
+    with pytest.raises(DataError, match=r"prompts.jsonl:1: key 'answer' .*NaN.*--label-key"):
+        open_prompts(settings(path, label_key="answer", use_streaming_dataset=streaming), tokenizer)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_label_of_parquet_that_is_not_finite_is_named(
+    write_parquet: Callable[..., str], tokenizer: Any, value: float
+) -> None:
+    path = write_parquet([{"input": "a", "answer": 1.0}, {"input": "b", "answer": value}])
+    with pytest.raises(DataError, match=r"prompts.parquet:2: key 'answer' .*NaN.*--label-key"):
+        open_prompts(settings(path, label_key="answer"), tokenizer)
+
+
 def test_images_stand_where_their_marks_are(write_jsonl: Callable[..., str], tokenizer: Any) -> None:
     data = [
         {"input": "see <image> and <image>!", "images": ["a.jpg", "b.jpg"]},

@@ -2,14 +2,14 @@
 
 import collections
 import dataclasses
-import json
 import logging
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal
 from typing import Any, TypeVar
 
 from relax_data.errors import DataError
+from relax_data.prompts.messages import check_rendered, parsed_json, read_messages, read_tools
 from relax_data.readers.base import Row
 from relax_data.settings import DataSettings
 from relax_data.types import Messages, Prompt
@@ -17,7 +17,6 @@ from relax_data.types import Messages, Prompt
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_MARK = re.compile(r"<(image|video|audio)>")
 _EXAMPLES = 3
 
 
@@ -62,7 +61,8 @@ class Drops:
 class PromptBuilder:
     """Makes prompts of rows as the settings say.
 
-    With a chat template its text is tokenised as it is; a plain text gets what special tokens the tokenizer adds.
+    With a chat template its text is tokenised as it is; a plain text gets what special tokens the tokenizer adds, but
+    no second begin-of-sequence before one that it begins with (a chat text that was rendered before).
 
     Args:
         settings: the data options.
@@ -107,7 +107,17 @@ class PromptBuilder:
             texts, add_special_tokens=not self._settings.apply_chat_template, return_attention_mask=False
         )["input_ids"]
         assert len(ids) == len(texts), "the tokenizer returned another number of texts than it was given"
-        return ids
+        return [self._one_begin(text, own) for text, own in zip(texts, ids, strict=True)]
+
+    def _one_begin(self, text: str, ids: Sequence[int]) -> Sequence[int]:
+        """The tokens without the begin-of-sequence that the tokenizer put before one that the text begins with."""
+        begin, token = getattr(self._tokenizer, "bos_token", None), getattr(self._tokenizer, "bos_token_id", None)
+        if not begin or token is None or not text.startswith(begin):
+            return ids
+        written = 0
+        while text.startswith(begin, written * len(begin)):
+            written += 1
+        return ids[1:] if list(ids[: written + 1]) == [token] * (written + 1) else ids
 
     def _usable(self, step: Callable[[T, str], Prompt | None], value: T, source: str) -> Prompt | None:
         """Result of ``step``, or None for an unusable row when those are skipped."""
@@ -147,8 +157,11 @@ class PromptBuilder:
         multimodal = self._multimodal(row, source)
         messages = None
         if s.apply_chat_template:
-            messages = _messages(value, s.system_prompt, multimodal, f"{source}: key {s.input_key!r}")
+            where = f"{source}: key {s.input_key!r}"
+            template = str(getattr(self._tokenizer, "chat_template", ""))
+            messages = read_messages(value, s.system_prompt, multimodal, template, where)
             text = self._render(messages, row, source)
+            check_rendered(messages, text, where)
         elif isinstance(value, str):
             text = value
         else:
@@ -172,7 +185,7 @@ class PromptBuilder:
         s = self._settings
         kwargs = dict(s.apply_chat_template_kwargs or {})
         if s.tool_key is not None and row.get(s.tool_key) is not None:
-            kwargs["tools"] = _tools(row[s.tool_key], f"{source}: key {s.tool_key!r}")
+            kwargs["tools"] = read_tools(row[s.tool_key], f"{source}: key {s.tool_key!r}")
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, **{"add_generation_prompt": True, **kwargs, "tokenize": False}
@@ -207,12 +220,23 @@ def _required(row: Row, key: str, flag: str, source: str) -> Any:
 
 def _label(row: Row, key: str, source: str) -> Any:
     value = _required(row, key, "--label-key", source)
+    if not _all_finite(value):
+        raise DataError(f"{source}: key {key!r} is or holds NaN or an infinite number; --label-key names it")
     if isinstance(value, float) and value.is_integer() and abs(value) >= 2**63:
         raise DataError(
             f"{source}: key {key!r} is a number beyond 64 bits ({value:.3g}), whose digits are not all kept: write it "
             "as a string; --label-key names it"
         )
     return value
+
+
+def _all_finite(value: Any) -> bool:
+    """Whether no number in it, at any depth, is NaN or infinite (JSON has neither, but 1e999 and NaN are read so)."""
+    if isinstance(value, dict):
+        return all(map(_all_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_all_finite, value))
+    return not isinstance(value, float | Decimal) or math.isfinite(value)
 
 
 def _no_text(text: str) -> bool:
@@ -227,79 +251,7 @@ def _metadata(row: Row, key: str, source: str) -> dict[str, Any]:
     value = row.get(key)
     if value is None:
         return {}
-    value = _parsed(value)
+    value = parsed_json(value)
     if not isinstance(value, dict):
         raise DataError(f"{source}: key {key!r} must be a JSON object, not {type(value).__name__}; see --metadata-key")
     return value
-
-
-def _tools(value: Any, where: str) -> list[Any]:
-    value = _parsed(value)
-    if not isinstance(value, list):
-        raise DataError(f"{where} must be a list of tool descriptions, not {type(value).__name__}; see --tool-key")
-    return value
-
-
-def _parsed(value: Any) -> Any:
-    """Parquet has no type for free-form objects, so they are often strings of JSON there."""
-    if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
-
-
-def _messages(value: Any, system: str | None, multimodal: dict[str, Any], where: str) -> Messages:
-    """Chat messages of a row: a string is one user message; a system prompt goes before messages without one."""
-    if isinstance(value, str):
-        messages: Messages = [{"role": "user", "content": value}]
-    elif isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value):
-        # Arrow gives every message of a column all the keys that any of them has.
-        messages = [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]
-    else:
-        raise DataError(f"{where} must be a string or a list of messages with 'role' and 'content'")
-    if system is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
-    return _place_items(messages, multimodal, where) if multimodal else messages
-
-
-def _place_items(messages: Messages, multimodal: dict[str, Any], where: str) -> Messages:
-    """Puts images and the like where their marks stand; without any mark, before the first user text."""
-    queues = {modality: list(items) for modality, items in multimodal.items()}
-    marked = any(_MARK.search(m["content"]) for m in messages if isinstance(m.get("content"), str))
-    placed: Messages = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, str) and marked:
-            message = {**message, "content": _split_marks(content, queues, where)}
-        elif isinstance(content, str) and message["role"] == "user" and any(queues.values()):
-            items = [{"type": m, m: i} for m, queue in queues.items() for i in queue]
-            message = {**message, "content": [*items, {"type": "text", "text": content}]}
-            queues = {}
-        elif isinstance(content, list):
-            # The row has placed its items itself.
-            for part in content:
-                if isinstance(part, dict) and queues.get(part.get("type", "")):
-                    queues[part["type"]].pop(0)
-        placed.append(message)
-    left = {m: len(q) for m, q in queues.items() if q}
-    if left:
-        raise DataError(f"{where}: more items than marks in the text: {left} left over; write <image> for each image")
-    return placed
-
-
-def _split_marks(text: str, queues: dict[str, list[Any]], where: str) -> list[dict[str, Any]]:
-    parts: list[dict[str, Any]] = []
-    position = 0
-    for mark in _MARK.finditer(text):
-        modality = mark[1]
-        if not queues.get(modality):
-            raise DataError(f"{where}: more <{modality}> marks than items of --multimodal-keys")
-        if mark.start() > position:
-            parts.append({"type": "text", "text": text[position : mark.start()]})
-        parts.append({"type": modality, modality: queues[modality].pop(0)})
-        position = mark.end()
-    if position < len(text):
-        parts.append({"type": "text", "text": text[position:]})
-    return parts

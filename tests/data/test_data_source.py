@@ -370,3 +370,45 @@ def test_a_changed_filter_on_resume_is_an_error(write_jsonl: Callable[..., str],
     state = open_prompts(options, tokenizer).state_dict()
     with pytest.raises(DataError, match="8 prompts an epoch, now there are 4"):
         open_prompts(dataclasses.replace(options, rollout_max_prompt_len=5), tokenizer).load_state_dict(state)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("specs", "both", "twice"),
+    [
+        (["a.jsonl", "{}/a.jsonl"], ("a.jsonl", "{}/a.jsonl"), 4),
+        (["a.jsonl", "link.jsonl"], ("a.jsonl", "link.jsonl"), 4),
+        (["sub/../a.jsonl", "a.jsonl"], ("sub/../a.jsonl", "a.jsonl"), 4),
+        (["sub", "sub/../a.jsonl"], ("sub/linked.jsonl", "sub/../a.jsonl"), 4),
+        (["a.jsonl", "a.jsonl@[:2]"], ("a.jsonl", "a.jsonl@[:2]"), 2),
+        (["a.jsonl@[:3]", "link.jsonl@[-2:]"], ("a.jsonl@[:3]", "link.jsonl@[-2:]"), 1),
+        (["a.jsonl@[:2]", "link.jsonl@[2:]"], None, 0),
+        (["a.jsonl", "b.jsonl"], None, 0),
+    ],
+)
+def test_rows_that_are_read_twice_are_told_once(
+    write_jsonl: Callable[..., str],
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    specs: list[str],
+    both: tuple[str, str] | None,
+    twice: int,
+    streaming: bool,
+) -> None:
+    write_jsonl(rows(4), "a.jsonl")
+    write_jsonl(rows(4), "b.jsonl")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/linked.jsonl").symlink_to(tmp_path / "a.jsonl")
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        open_prompts(settings([s.format(tmp_path) for s in specs], use_streaming_dataset=streaming), tokenizer)
+    told = [r.getMessage() for r in caplog.records]
+    if both is None:
+        assert told == []
+    else:
+        [message] = told
+        assert all(f"{name.format(tmp_path)} " in message for name in both)
+        assert f"hold {twice} rows in common" in message

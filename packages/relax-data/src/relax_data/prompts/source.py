@@ -13,7 +13,7 @@ from relax_data.errors import DataError
 from relax_data.prompts.order import permutation
 from relax_data.prompts.template import Drops, PromptBuilder, SourcedRow
 from relax_data.readers.base import RowFile
-from relax_data.readers.files import FileSlice
+from relax_data.readers.files import FileSlice, warn_of_repeats
 from relax_data.readers.open import open_rows
 from relax_data.settings import DataSettings
 from relax_data.types import Prompt
@@ -76,14 +76,16 @@ class MemoryPromptSource:
         self._builder = builder
         self._prompts: list[_Stored] = []
         self._rows_read = 0
-        prints = []
+        prints, counts = [], []
         for file in files:
             rows = open_rows(file.path)
             try:
+                counts.append(rows.count)
                 prints.append({**rows.fingerprint(), "slice": [file.start, file.stop]})
                 self._load(rows, file)
             finally:
                 rows.close()
+        warn_of_repeats(files, counts)
         self._files = FileSet(prints)
         for line in self.drops.lines():
             logger.warning("prompt data: %s", line)

@@ -13,7 +13,7 @@ from relax_data.prompts.shuffle import EpochPlan
 from relax_data.prompts.source import FileSet, check_kind, check_same_order, nothing_left
 from relax_data.prompts.template import Drops, PromptBuilder, SourcedRow
 from relax_data.readers.base import Block, Row
-from relax_data.readers.files import FileSlice, resolve_files
+from relax_data.readers.files import FileSlice, resolve_files, warn_of_repeats
 from relax_data.readers.open import open_rows
 from relax_data.settings import DataSettings
 from relax_data.types import Prompt
@@ -269,6 +269,7 @@ class _RowStream:
 
     def __init__(self, files: Sequence[FileSlice], buffer_size: int, *, shuffle: bool, seed: int):
         self._readers = [open_rows(f.path) for f in files]
+        warn_of_repeats(files, [r.count for r in self._readers])
         self._buffer_size, self._shuffle, self._seed = buffer_size, shuffle, seed
         self._units = [_units_within(r.units, *f.bounds(r.count)) for r, f in zip(self._readers, files, strict=True)]
         self._files = FileSet(

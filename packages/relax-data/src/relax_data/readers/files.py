@@ -4,13 +4,17 @@ import collections
 import dataclasses
 import difflib
 import glob
+import logging
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from relax_data.errors import DataError
 from relax_data.readers.address import HUB, split_hub_address
 from relax_data.readers.open import READERS
+
+logger = logging.getLogger(__name__)
 
 SUFFIXES = tuple(READERS)
 """Ends of the names of the files that can be read."""
@@ -35,6 +39,14 @@ class FileSlice:
         """Whether the path is an ``hf://`` address."""
         return self.path.startswith(HUB)
 
+    @property
+    def spelling(self) -> str:
+        """As the user writes it: ``path``, or ``path@[start:stop]``."""
+        if self.start is None and self.stop is None:
+            return self.path
+        start, stop = ("" if x is None else str(x) for x in (self.start, self.stop))
+        return f"{self.path}@[{start}:{stop}]"
+
     def bounds(self, rows: int) -> tuple[int, int]:
         """First row and the row after the last one of a file that has ``rows`` rows."""
         start, stop, _ = slice(self.start, self.stop).indices(rows)
@@ -58,6 +70,46 @@ def resolve_files(specs: str | Iterable[str]) -> list[FileSlice]:
         if times > 1:
             raise DataError(f"{file.path} is named {times} times: its prompts would be trained as often; name it once")
     return found
+
+
+def warn_of_repeats(files: Sequence[FileSlice], counts: Sequence[int]) -> None:
+    """Warns once, naming both, when rows of one file are read twice: under two spellings, or by slices that overlap.
+
+    Args:
+        files: as :func:`resolve_files` gives them.
+        counts: number of rows of each.
+    """
+    slices: dict[object, list[tuple[int, int, str]]] = {}
+    for file, count in zip(files, counts, strict=True):
+        start, stop = file.bounds(count)
+        slices.setdefault(_identity(file.path), []).append((start, stop, file.spelling))
+    found = []
+    for of_one_file in slices.values():
+        of_one_file.sort()
+        _, end, name = of_one_file[0]
+        for start, stop, other in of_one_file[1:]:
+            twice = min(end, stop) - start
+            if twice > 0:
+                found.append(f"{name} and {other} hold {twice} rows in common")
+            if stop > end:
+                end, name = stop, other
+    if found:
+        more = f" (and {len(found) - 3} more such pairs)" if len(found) > 3 else ""
+        logger.warning(
+            "prompt data: %s%s: their prompts are trained as often; name each row once", "; ".join(found[:3]), more
+        )
+
+
+def _identity(path: str) -> object:
+    """The same for all spellings of a file: absolute, relative, through links; or of a dataset of the hub."""
+    if path.startswith(HUB):
+        name, options = split_hub_address(path)
+        return name, tuple(sorted({"split": "train", **options}.items()))
+    try:
+        state = os.stat(path)
+    except OSError:  # removed since it was read
+        return path
+    return state.st_dev, state.st_ino
 
 
 def _expand(spec: str) -> Iterator[FileSlice]:

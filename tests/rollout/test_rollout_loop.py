@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from relax_data.prompts.ledger import LedgerError
-from relax_data.types import SampleGroup, SampleStatus
+from relax_data.types import Prompt, Sample, SampleGroup, SampleStatus
 from relax_rollout.engines.base import GenerateRequest
+from relax_rollout.filters import reward_nonzero_std
 from relax_rollout.loop.rollout_loop import RolloutLoop
 from relax_rollout.rewards import build_reward
 from relax_rollout.settings import RewardSettings, RolloutSettings
@@ -155,6 +156,26 @@ async def test_shipped_filter_drops_groups_of_equal_rewards(make_loop: Make, hoo
     result = await loop.generate(0, 0)
     assert prompt_ids(result.groups) == [0, 2, 4, 6]
     assert {d.reason for d in result.dropped} == {"equal_rewards_1.0"}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kept"),
+    [
+        ([0.3, 0.1 + 0.2], False),
+        ([1e6, 1e6 + 0.0625, 1e6], False),
+        ([-1.0, -1.0 - 2**-23], False),
+        ([0.0, 0.0], False),
+        ([0.0, 0.3 - 0.1 - 0.2], False),
+        ([0.0, 2e-9], True),
+        ([1e-9, 3e-9], True),
+        ([1e6, 1e6 + 1], True),
+        ([-1.0, 1.0], True),
+    ],
+)
+def test_the_shipped_filter_compares_rewards_relative_to_their_size(rewards: list[float], kept: bool) -> None:
+    prompt = Prompt(prompt_id=0, epoch=0, source="data.jsonl:1", text="a", input_ids=[1])
+    group = SampleGroup(prompt, [Sample(prompt, i, reward=r) for i, r in enumerate(rewards)])
+    assert reward_nonzero_std(group)[0] is kept
 
 
 async def test_a_filter_that_rejects_everything_is_an_error(make_loop: Make) -> None:

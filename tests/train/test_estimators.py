@@ -167,6 +167,16 @@ def test_equal_rewards_teach_nothing(name: str) -> None:
         assert all((a == 0).all() for a in found)
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e6])
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_rewards_that_differ_by_rounding_teach_nothing(name: str, size: float) -> None:
+    above = float(np.nextafter(np.float32(size), np.float32(np.inf)))
+    found = ADVANTAGES[name](inputs_of([size, above, size, above], [0, 0, 0, 0], MASKS))
+    assert all((a == 0).all() for a in found)
+    found = ADVANTAGES[name](inputs_of([size, size * 1.00001, size, size], [0, 0, 0, 0], MASKS))
+    assert found[1][0] > 0
+
+
 @pytest.mark.parametrize("name", [n for n, e in ADVANTAGES.items() if e.compares_group])
 def test_those_that_compare_give_0_to_a_response_that_is_alone(name: str) -> None:
     found = ADVANTAGES[name](inputs_of([0.0, 1.0, 5.0, 4.0], [0, 1, 2, 3], MASKS))

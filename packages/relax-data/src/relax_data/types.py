@@ -13,6 +13,10 @@ WeightVersion = int
 The weights that rollout ``k`` of a colocate run is generated with have version ``k``.
 """
 
+ROUNDING = 2.0**-21
+"""Numbers that differ by less than this share of their size differ by rounding: four steps of float32."""
+_CANCELLED = 1e-12
+
 Messages = list[dict[str, Any]]
 
 
@@ -212,6 +216,21 @@ class SampleGroup:
         """Rewards of all samples; an assertion holds that each has one."""
         assert all(s.reward is not None for s in self.samples), "rewards asked for before they were computed"
         return [float(s.reward) for s in self.samples if s.reward is not None]
+
+
+def equal_rewards(rewards: Iterable[float]) -> bool:
+    """Whether rewards are equal but for rounding: they differ by at most :data:`ROUNDING` of the largest one's size.
+
+    Training keeps rewards as float32, and sums in another order differ in the last digits. Differences of that kind
+    say nothing about the responses, but a division by their standard deviation would make whole advantages of them.
+    Below 1e-12 they are what is left of terms that cancel (0.3 - 0.1 - 0.2 is not 0).
+
+    Args:
+        rewards: at least one, finite.
+    """
+    values = [float(r) for r in rewards]
+    low, high = min(values), max(values)
+    return high - low <= max(ROUNDING * max(abs(low), abs(high)), _CANCELLED)
 
 
 @dataclasses.dataclass

@@ -4,7 +4,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from relax_data.types import SampleGroup
+from relax_data.types import SampleGroup, equal_rewards
 
 from relax_rollout.errors import describe, shown
 from relax_rollout.hooks import is_async, load_function
@@ -14,18 +14,17 @@ GroupFilter = Callable[[SampleGroup], FilterResult]
 """True keeps the group, False drops it; a tuple adds the reason under which it is counted."""
 
 _FLAG = "--dynamic-sampling-filter-path"
-_EQUAL = 1e-8
-"""Rewards closer than this give advantages of nothing but rounding."""
 
 
 def reward_nonzero_std(group: SampleGroup) -> tuple[bool, str]:
     """Keeps groups whose rewards differ; the others have no advantage, so nothing could be learned from them.
 
-    Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2). The reason holds the common reward, which tells prompts
-    that are too hard from those that are too easy.
+    Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2). Rewards that differ by rounding only are equal, as they
+    are for the advantages (:func:`relax_data.types.equal_rewards`). The reason holds the common reward, which tells
+    prompts that are too hard from those that are too easy.
     """
     rewards = group.rewards
-    if max(rewards) - min(rewards) <= _EQUAL:
+    if equal_rewards(rewards):
         return False, f"equal_rewards_{rewards[0]:.1f}"
     return True, ""
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from relax_data.types import ROUNDING, equal_rewards
 
 STD_FLOOR = 1e-6
 """Added to standard deviations, so that nearly equal rewards do not give huge advantages."""
@@ -119,7 +120,8 @@ def group_normalized(rewards: ArrayLike, group_ids: ArrayLike, *, divide_by_std:
     """Rewards of each sample relative to its group: ``(r_i - mean(r)) / std(r)``, or ``r_i - mean(r)``.
 
     The standard deviation is the unbiased one (n - 1), plus :data:`STD_FLOOR`. A group of one sample has nothing to be
-    compared with: its value is 0, as is, exactly, that of every sample of a group of equal rewards.
+    compared with: its value is 0, as is, exactly, that of every sample of a group whose rewards are equal but for
+    rounding (:func:`relax_data.types.equal_rewards`).
 
     Args:
         rewards: ``[n]``.
@@ -133,14 +135,14 @@ def group_normalized(rewards: ArrayLike, group_ids: ArrayLike, *, divide_by_std:
     result = np.zeros_like(values)
     for members in _groups(group_ids) if len(values) else ():
         r = values[members]
-        if r.max() != r.min():
+        if not equal_rewards(r):
             centred = r - r.mean()
             result[members] = centred / (r.std(ddof=1) + STD_FLOOR) if divide_by_std else centred
     return result
 
 
 def leave_one_out(rewards: ArrayLike, group_ids: ArrayLike) -> Floats:
-    """``r_i`` minus the mean of the OTHER rewards of its group, 0 in a group of one and in one of equal rewards.
+    """``r_i`` minus the mean of the OTHER rewards of its group; 0 where they are equal but for rounding, or alone.
 
     Args:
         rewards: ``[n]``.
@@ -153,7 +155,7 @@ def leave_one_out(rewards: ArrayLike, group_ids: ArrayLike) -> Floats:
     result = np.zeros_like(values)
     for members in _groups(group_ids) if len(values) else ():
         r = values[members]
-        if r.max() != r.min():
+        if not equal_rewards(r):
             result[members] = r - (r.sum() - r) / (len(r) - 1)
     return result
 
@@ -162,7 +164,8 @@ def whitened(advantages: Sequence[Floats], masks: Sequence[np.ndarray], all_redu
     """Advantages with mean 0 and variance 1 over all trained tokens, from sums that ranks add up.
 
     Count and sum go over the ranks first, then the sum of squared distances from the common mean. Variance is the mean
-    of those (divided by the number of tokens); :data:`STD_FLOOR` is added to its root.
+    of those (divided by the number of tokens); :data:`STD_FLOOR` is added to its root. Where that root is less than
+    :data:`relax_data.types.ROUNDING` of the mean, all values are equal but for rounding, and the result is 0.
 
     Args:
         advantages: ``[response]`` for each own sample.
@@ -181,6 +184,8 @@ def whitened(advantages: Sequence[Floats], masks: Sequence[np.ndarray], all_redu
     mean = total / count
     [squares] = all_reduce(np.array([sum(float(((a - mean) ** 2 * m).sum()) for a, m in pairs)], dtype=np.float64))
     std = np.sqrt(squares / count)
+    if std <= ROUNDING * abs(mean):
+        return [np.zeros_like(a) for a in advantages]
     return [(a - mean) / (std + STD_FLOOR) for a in advantages]
 
 

@@ -3,9 +3,12 @@
 import concurrent.futures
 import gc
 import importlib
+import io
 import json
+import struct
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from relax_data.multimodal.processor import (
     _Processes,
     _Threads,
     load_processor,
+    run_processor,
 )
 from relax_data.types import Prompt
 
@@ -195,3 +199,82 @@ def test_a_sample_that_waits_for_room_while_the_pool_closes_is_refused(fake: Any
     pool._room.release()
     waiting.join(60)
     assert refused == ["the processor pool is closed"]
+
+
+class Pixels:
+    """An image processor: the pixels as they are."""
+
+    def __call__(self, images: list[Any], return_tensors: str) -> dict[str, np.ndarray]:
+        return {"pixel_values": np.stack([np.asarray(i) for i in images])}
+
+
+def photo(kind: str, orientation: int | None) -> bytes:
+    """24 pixels wide, 16 high, every corner of another colour."""
+    from PIL import Image
+
+    pixels = np.zeros((16, 24, 3), np.uint8)
+    pixels[:8, :12, 0] = pixels[8:, :12, 1] = pixels[:8, 12:, 2] = 255
+    image = Image.fromarray(pixels)
+    exif = image.getexif()
+    if orientation is not None:
+        exif[0x0112] = orientation
+    buffer = io.BytesIO()
+    image.save(buffer, kind, exif=exif, **({"quality": 100} if kind == "JPEG" else {}))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("orientation", [None, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+def test_a_photo_reaches_the_processor_as_viewers_show_it(kind: str, orientation: int | None) -> None:
+    from PIL import Image, ImageOps
+
+    content = photo(kind, orientation)
+    found = run_processor(Pixels(), "x.jsonl:3", "", {"image": [content]})["pixel_values"][0]
+    np.testing.assert_array_equal(found, np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content)))))
+
+
+def test_a_photo_with_damaged_exif_data_is_read_as_it_lies() -> None:
+    whole = photo("JPEG", 6)
+    start = whole.index(b"Exif\0\0") + 6
+    damaged = whole[:start] + b"\xff" * 20 + whole[start + 20 :]
+    assert run_processor(Pixels(), "x.jsonl:3", "", {"image": [damaged]})["pixel_values"].shape == (1, 16, 24, 3)
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def bad_images() -> dict[str, Any]:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 255, (300, 300, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, "PNG", compress_level=0)
+    png = buffer.getvalue()
+    second = png.index(b"IDAT", png.index(b"IDAT") + 4)
+    size = struct.pack(">IIBBBBB", 20000, 20000, 1, 0, 0, 0, 0)
+    start = png[:8] + chunk(b"IHDR", size)
+    return {
+        "cut": png[:1000],
+        "too many pixels": start + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b""),
+        "broken chunk": png[:second] + b"\x8d\x03\x98\xa6" + png[second + 4 :],
+        "no image": b"text",
+        "no bytes": {"bytes": None, "path": None},
+        "no path": {},
+        "of another kind": 7,
+        "NUL in the path": "a\0b",
+    }
+
+
+@pytest.mark.parametrize("name", bad_images())
+def test_a_bad_image_is_an_error_that_names_sample_and_image(name: str) -> None:
+    with pytest.raises(DataError, match=r"^x.jsonl:7: image 2 \(.*\) cannot be read: ."):
+        run_processor(Pixels(), "x.jsonl:7", "", {"image": [photo("PNG", None), bad_images()[name]]})
+
+
+def test_a_processor_adds_no_second_begin_token(processor_folder: str) -> None:
+    processor = load_processor(processor_folder)
+    begin = processor.tokenizer.bos_token_id
+    for text in ("a dog", "<|startoftext|>a dog"):
+        ids = run_processor(processor, "x.jsonl:1", text, {"image": [photo("PNG", None)]})["input_ids"]
+        assert ids[0].tolist().count(begin) == 1

@@ -9,7 +9,6 @@ nothing can be left behind in ``/dev/shm``, whoever dies when.
 import concurrent.futures
 import dataclasses
 import functools
-import io
 import mmap
 import multiprocessing
 import multiprocessing.connection
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from relax_data.errors import DataError
+from relax_data.multimodal.images import read_image
 from relax_data.types import Prompt
 
 Features = dict[str, np.ndarray]
@@ -149,13 +149,17 @@ def run_processor(processor: Any, name: str, text: str, multimodal: dict[str, An
     """
     arguments: dict[str, Any] = {"return_tensors": "pt"}
     if images := multimodal.get("image"):
-        arguments["images"] = [_image(item, f"{name}: image {i + 1}") for i, item in enumerate(images)]
+        arguments["images"] = [read_image(item, f"{name}: image {i + 1}") for i, item in enumerate(images)]
     for modality, argument in (("video", "videos"), ("audio", "audio")):
         if multimodal.get(modality):
             arguments[argument] = multimodal[modality]
     if hasattr(processor, "tokenizer"):
         # A processor of text and images; an image processor alone takes no text.
         arguments["text"] = [text]
+        begin = getattr(processor.tokenizer, "bos_token", None)
+        if begin and text.startswith(begin):
+            # A chat template has written the special tokens: a second begin-of-sequence would stand before its own.
+            arguments["add_special_tokens"] = False
     try:
         found = processor(**arguments)
         features = {key: np.ascontiguousarray(np.asarray(value)) for key, value in found.items()}
@@ -166,19 +170,6 @@ def run_processor(processor: Any, name: str, text: str, multimodal: dict[str, An
         if array.dtype.kind in "OV":  # pointers and records: no tensor, and the one means nothing in another process
             raise DataError(f"{name}: the processor's {key!r} is an array of {array.dtype}, not of numbers or text")
     return features
-
-
-def _image(item: Any, where: str) -> Any:
-    from PIL import Image
-
-    try:
-        if isinstance(item, dict):
-            item = item["bytes"] if item.get("bytes") is not None else item["path"]
-        with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as image:
-            return image.convert("RGB")
-    except (OSError, KeyError, ValueError, AttributeError) as error:
-        shown = f"{len(item)} bytes" if isinstance(item, bytes) else item
-        raise DataError(f"{where} ({shown}) cannot be read: {error}") from error
 
 
 class _Threads:

@@ -1,6 +1,7 @@
 """Which files --prompt-data means."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,24 @@ def test_the_table_of_readers_says_which_files_are_data(tmp_path: Path, monkeypa
 def test_a_file_that_no_reader_knows_is_refused_with_the_known_ends() -> None:
     with pytest.raises(DataError, match=r"rows\.csv: unknown kind of file; known are \.jsonl, "):
         open_rows("rows.csv")
+
+
+@pytest.mark.parametrize(
+    ("said", "instead", "message"),
+    [
+        (b"\x16\x3c\x19", b"\x16\x50\x19", "its footer says 40 rows, its 3 row groups 30;"),
+        (b"\x16\x3c\x19", b"\x16\x14\x19", "its footer says 10 rows, its 3 row groups 30;"),
+        (b"\x16\x14\x26", b"\x16\x13\x26", "its footer says 30 rows, its 3 row groups -30, one of them -10;"),
+    ],
+)
+def test_a_parquet_footer_that_contradicts_its_row_groups_is_named(
+    write_parquet: Callable[..., str], said: bytes, instead: bytes, message: str
+) -> None:
+    path = Path(write_parquet([{"input": "a"}] * 30, row_group_size=10))
+    content = path.read_bytes()
+    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    assert said in content[footer:]
+    # Numbers of the footer are in zigzag code: 0x3c is 30, 0x50 is 40, 0x14 is 10, 0x13 is -10.
+    path.write_bytes(content[:footer] + content[footer:].replace(said, instead))
+    with pytest.raises(DataError, match=f"prompts.parquet is damaged: {message} write it again"):
+        open_rows(str(path))

@@ -33,6 +33,13 @@ class ParquetRows:
         meta = self._file.metadata
         sizes = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
         self.count = int(meta.num_rows)
+        if min(sizes, default=0) < 0 or sum(sizes) != self.count:
+            self._file.close()
+            raise DataError(
+                f"{path} is damaged: its footer says {self.count} rows, its {len(sizes)} row groups {sum(sizes)}"
+                + (f", one of them {min(sizes)}" if min(sizes, default=0) < 0 else "")
+                + "; write it again"
+            )
         self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64)
         self.units = np.unique(self._starts)
         self._cursors: dict[int, _Cursor] = {}

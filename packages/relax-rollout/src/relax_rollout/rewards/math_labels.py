@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 LONGEST_TEXT = 100
-"""Characters: a longer label without a marked formula is a solution, no answer."""
+"""Characters: a longer text without a marked formula is a solution, no answer."""
 _LARGEST_EXPONENT = 300
 
 _NUMBER = re.compile(r"[+-]?(\d+|\d{1,3}(,\d{3})+|\d{1,3}( \d{3})+)?(\.\d+)?(?<=\d)\s*(\\?%)?")
@@ -61,6 +61,8 @@ _NAMES = frozenset(
     }
 )
 """Functions and constants that are also written as words."""
+_PERCENT = re.compile(r"\s*\\?%\s*$")
+_ROOT_CALL = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
 _ROOT = re.compile(r"√\s*(\w+|\([^()]*\))")
 _AREA = re.compile(r"(?<=[\d}])(\s*)(mm|cm|dm|km|ft|in|yd|mi)\s*\^\{?([23])\}?")
 """Units of areas and volumes as they are typed; math-verify takes them away where they stand in ``\\text{...}``."""
@@ -121,7 +123,8 @@ def read_label(label: str) -> Gold:
     formula may still turn out to be none.
 
     Raises:
-        LabelError: it is empty, holds numbers among words, or is longer than :data:`LONGEST_TEXT` without a mark.
+        LabelError: it is empty, holds numbers among words, or is a text longer than
+            :data:`LONGEST_TEXT`.
     """
     label = label.rpartition("####")[2].strip()  # GSM8K writes the solution before this mark
     if "\\boxed{" in label:
@@ -145,14 +148,17 @@ def _formula(content: str, *, letters_are_words: bool = False) -> Gold:
     may_be_words = _TEXT_COMMAND.search(content) or (letters_are_words and not any(c.isdigit() for c in content))
     if may_be_words and _is_words(content):
         return Gold(text=content)
-    return Gold(latex=f"${content}$")
+    return _with_percent(content)
 
 
 def _number(text: str) -> Gold:
-    # math-verify reads a percent sign behind the marks only.
-    digits = text.rstrip("\\% ")
-    percent = "%" if digits != text.rstrip() else ""
-    return Gold(latex=f"${digits.lstrip('+').replace(' ', '')}${percent}")
+    return _with_percent(text.lstrip("+").replace(" ", ""))
+
+
+def _with_percent(formula: str) -> Gold:
+    """The formula between marks, a percent sign behind them: math-verify reads it there only."""
+    percent = _PERCENT.search(formula)
+    return Gold(latex=f"${formula}$" if percent is None else f"${formula[: percent.start()]}$%")
 
 
 def _marked_among_words(label: str) -> str:
@@ -170,9 +176,11 @@ def _unmarked(label: str) -> Gold:
     label = label.strip()
     if label.endswith(".") and not label.endswith(".."):
         label = label[:-1].rstrip()
-    if label[1:] and label[0] in "$€£¥" and _NUMBER.fullmatch(label[1:].strip()):
-        label = label[1:].strip()
-    number = _AREA.sub(r"\1\\text{ \2}^\3", _ROOT.sub(r"\\sqrt{\1}", label.translate(_SIGNS)))
+    bare = label.strip("$€£¥ ")
+    if len(bare) < len(label) and _NUMBER.fullmatch(bare):
+        label = bare
+    number = _ROOT_CALL.sub(r"\\sqrt{\1}", label.translate(_SIGNS))
+    number = _AREA.sub(r"\1\\text{ \2}^\3", _ROOT.sub(r"\\sqrt{\1}", number))
     if number and _NUMBER.fullmatch(number):
         return _number(number)
     if _SCIENTIFIC.fullmatch(number):
@@ -184,13 +192,13 @@ def _unmarked(label: str) -> Gold:
         return Gold(latex=f"${sign.replace('+', '')}(" + whole + "+\\frac{" + upper + "}{" + lower + "})$")
     if not label:
         raise LabelError("it is empty")
-    if len(label) > LONGEST_TEXT or "\n" in label:
-        raise LabelError(
-            f"it is longer than {LONGEST_TEXT} characters or has several lines, and marks no formula as the answer"
-        )
+    if "\n" in label and "\\" not in label:
+        raise LabelError("it has several lines, and marks no formula as the answer")
     if _is_words(label) or _CODE.search(label):
+        if len(label) > LONGEST_TEXT:
+            raise LabelError(f"it is a text of more than {LONGEST_TEXT} characters, and marks no formula as the answer")
         return Gold(text=label)
-    return Gold(latex=f"${_named_commands(number)}$")
+    return _with_percent(_named_commands(number))
 
 
 def _is_words(label: str) -> bool:

@@ -2,11 +2,14 @@
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import relax_cli
 from relax_cli.config.settings import ClusterSettings
 from relax_cli.controllers.modes import CONTROLLERS, mode_refusal
+from relax_cli.workers.trainer import TrainActor
+from relax_train.settings import AlgorithmSettings, ModelSettings, TrainSettings
 
 SOURCE = Path(relax_cli.__file__).parent
 
@@ -44,3 +47,20 @@ def test_a_mode_without_a_controller_is_refused_with_the_modes_there_are() -> No
     assert mode_refusal(ClusterSettings(colocate=False, fully_async=True)) == (
         "--fully-async is planned and checked by this version, but it runs --colocate only: remove --fully-async"
     )
+
+
+@pytest.mark.parametrize("flag", ["--advantage-estimator", "--loss-type"])
+def test_an_own_algorithm_that_is_not_there_ends_the_start_while_engines_load(flag: str, tmp_path: Path) -> None:
+    """Where trainer and engines share a GPU, the trainer is set up after the engines have loaded."""
+    (tmp_path / "own.py").write_text("from json import *\n")  # which names it has shows only its import
+    own = f"{tmp_path}/own.py:missing"
+    chosen = {
+        "--advantage-estimator": AlgorithmSettings(advantage_estimator=own),
+        "--loss-type": AlgorithmSettings(loss_type=own),
+    }
+    algorithm = chosen[flag]
+    assert algorithm.problems() == []
+    rank = object.__new__(TrainActor)  # a rank without Ray
+    rank._config = SimpleNamespace(train=TrainSettings(model=ModelSettings(hf_checkpoint="m"), algorithm=algorithm))  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=f"{flag} .* has no function 'missing'"):
+        rank.prepare()

@@ -58,7 +58,16 @@ class TrainActor:
             return ip, probe.getsockname()[1]
 
     def prepare(self) -> None:
-        """Imports what :meth:`setup` needs, without touching a device: the slow part of a start."""
+        """Imports what :meth:`setup` needs, without touching a device: the slow part of a start.
+
+        Raises:
+            ValueError: ``--advantage-estimator`` or ``--loss-type`` names a function of the user that cannot be used;
+                now, while the engines load, and not after they have.
+        """
+        from relax_train.algorithms.registry import load_estimator, load_loss
+
+        load_estimator(self._config.train.algorithm.advantage_estimator)
+        load_loss(self._config.train.algorithm.loss_type)
         import relax_train.trainer  # noqa: F401
 
     def setup(self, master: tuple[str, int]) -> TrainerFacts:

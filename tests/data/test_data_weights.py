@@ -34,3 +34,11 @@ def test_what_is_no_bucket_is_refused() -> None:
     for flat in (torch.zeros(5), torch.zeros(2, 2)):
         with pytest.raises(ValueError, match="have 4 elements, but its flat tensor has the shape"):
             Bucket(("a",), ((2, 2),), "float32", flat)
+    with pytest.raises(
+        ValueError, match=r"shape \(4,\) and strides \(2,\); it must be one-dimensional and without gaps"
+    ):
+        Bucket(("a",), ((2, 2),), "float32", torch.zeros(8)[::2])
+    with pytest.raises(ValueError, match=r"said to be float32, but its tensor is torch.bfloat16"):
+        Bucket(("a",), ((2, 2),), "float32", torch.zeros(4, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="holds a twice"):
+        Bucket.of([("a", torch.zeros(2)), ("b", torch.zeros(1)), ("a", torch.ones(1))])

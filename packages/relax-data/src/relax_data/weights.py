@@ -28,16 +28,23 @@ class Bucket:
         """Checks that the flat tensor holds just these tensors.
 
         Raises:
-            ValueError: there is no tensor, a name without a shape, or the flat tensor has another size.
+            ValueError: there is no tensor, a name without a shape or there twice, or the flat tensor has another size
+                or dtype, or gaps.
         """
         if not self.names:
             raise ValueError("an empty bucket of weights; leave it out")
         if len(self.names) != len(self.shapes):
             raise ValueError(f"a bucket of weights with {len(self.names)} names but {len(self.shapes)} shapes")
-        if tuple(self.flat.shape) != (sum(self.numels),):
+        if len(set(self.names)) != len(self.names):
+            twice = sorted({name for name in self.names if self.names.count(name) > 1})
+            raise ValueError(f"a bucket of weights holds {', '.join(twice)} twice")
+        if str(self.flat.dtype).removeprefix("torch.") != self.dtype:
+            raise ValueError(f"a bucket of weights is said to be {self.dtype}, but its tensor is {self.flat.dtype}")
+        if tuple(self.flat.shape) != (sum(self.numels),) or not self.flat.is_contiguous():
             raise ValueError(
                 f"the tensors of a bucket of weights have {sum(self.numels)} elements, but its flat tensor has the "
-                f"shape {tuple(self.flat.shape)}; it must be one-dimensional and without gaps"
+                f"shape {tuple(self.flat.shape)} and strides {self.flat.stride()}; it must be one-dimensional and "
+                "without gaps"
             )
 
     @classmethod

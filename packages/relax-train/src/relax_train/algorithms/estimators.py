@@ -52,7 +52,7 @@ class EstimatorOptions(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """What an estimator is given. ``n`` samples of the rollout, ``m`` of them on this rank.
+    """What an estimator is given, to read. ``n`` samples of the rollout, ``m`` of them on this rank.
 
     Attributes:
         rewards: float64 ``[n]``, all samples.

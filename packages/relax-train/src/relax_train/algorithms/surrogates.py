@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class LossInputs:
     """What a policy loss is given: columns ``[tokens]`` of a micro-batch, on its device.
 
-    Untrained tokens hold zeros, and a ratio of 1; what the loss gives for them is ignored.
+    Untrained tokens hold zeros, and a ratio of 1 or that of their response; what the loss gives for them is ignored.
+    Nothing here may be changed in place.
 
     Attributes:
         log_probs: of the policy, differentiable.

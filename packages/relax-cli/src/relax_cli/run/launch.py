@@ -75,7 +75,7 @@ def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag, outcome: 
         config = fit(config, cluster_gpus())
         shape = config.placement
         assert shape is not None, "fit() knows the cluster"
-        progress.note(f"Ray is up; {shape.train_ranks} trainer rank(s) and {shape.engines} engine(s) on {shape.device}")
+        progress.note(f"Ray is up; the run is on {shape.device}")
         # Before the engines load: a tracker that cannot be opened (no key, no disk) says so at once.
         with Trackers(_trackers(config)) as trackers:
             workers = WorkerGroups(config, stop=stop, note=progress.note)

@@ -1,4 +1,4 @@
-"""ForwardBackward of a batch through the model: forward only for log-probs, forward and backward for the gradient.
+"""Batches through the model: forward only for log-probs, forward and backward for the gradient.
 
 Both run megatron-core's schedules, so pipeline parallelism is the same code. Every rank is called with the same
 samples, of which it has the rows of its own, and takes its own part of them.
@@ -34,7 +34,7 @@ from relax_train.models.build import Model
 from relax_train.models.costs import cost_model
 from relax_train.settings import TrainSettings
 
-Row = dict[str, torch.Tensor]
+MicroBatchTensors = dict[str, torch.Tensor]
 """The tensors of a micro-batch: :meth:`relax_train.batching.MicroBatch.to`."""
 
 Columns = Mapping[str, Values]
@@ -95,12 +95,12 @@ class ForwardBackward:
             ValueError: a sample does not fit into a micro-batch; the message names it.
         """
         parallel = self._model.parallel
-        rows = self._rows(batch, {}, self.plan(batch, forward_only=True) if plan is None else plan)
+        micro_batches = self._micro_batches(batch, {}, self.plan(batch, forward_only=True) if plan is None else plan)
         total = int(response_offsets(batch)[-1])
         # One more place, where the positions that predict no response token go.
         flat = torch.zeros(total + 1, dtype=torch.float32, device=parallel.device)
         with DeviceContext(), torch.no_grad():
-            parts = self._schedule(rows, self._row_log_probs, forward_only=True)
+            parts = self._schedule(micro_batches, self._log_probs_of, forward_only=True)
             for targets, values in parts:
                 flat.index_copy_(0, targets.where(targets >= 0, total), values.float())
             if parallel.is_last_stage:
@@ -126,38 +126,42 @@ class ForwardBackward:
             ValueError: a sample does not fit into a micro-batch; the message names it.
         """
         self._model.config.finalize_model_grads_func = _finalize
-        rows = self._rows(batch, columns, self.plan(batch, forward_only=False) if plan is None else plan)
+        micro_batches = self._micro_batches(
+            batch, columns, self.plan(batch, forward_only=False) if plan is None else plan
+        )
         with DeviceContext():
-            sums = self._schedule(rows, self._row_loss, forward_only=False)
-            return self._step_metrics(sums) | {"micro_batches": float(len(rows))}
+            sums = self._schedule(micro_batches, self._loss_of, forward_only=False)
+            return self._step_metrics(sums) | {"micro_batches": float(len(micro_batches))}
 
-    # ------------------------------------------------------------------ rows through the model
+    # ------------------------------------------------------------------ micro-batches through the model
 
-    def _rows(self, batch: Samples, columns: Columns, plan: Plan) -> list[MicroBatch]:
+    def _micro_batches(self, batch: Samples, columns: Columns, plan: Plan) -> list[MicroBatch]:
         return [build_micro_batch(batch, indices, self.split, columns) for indices in plan]
 
-    def _schedule(self, rows: Sequence[MicroBatch], finish: Callable[..., Any], *, forward_only: bool) -> list[Any]:
-        """Runs all rows; what ``finish(row, output)`` gave for each on the last pipeline stage, nothing elsewhere."""
+    def _schedule(
+        self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], *, forward_only: bool
+    ) -> list[Any]:
+        """Runs them all; gives ``finish(tensors, output)`` of each on the last pipeline stage, nothing elsewhere."""
 
         def forward(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             micro = next(iterator)
-            row = micro.to(self._model.parallel.device, self._column_dtype)
+            tensors = micro.to(self._model.parallel.device, self._column_dtype)
             packed = PackedSeqParams(
                 qkv_format="thd",
-                cu_seqlens_q=row["cu_seqlens"],
-                cu_seqlens_kv=row["cu_seqlens"],
+                cu_seqlens_q=tensors["cu_seqlens"],
+                cu_seqlens_kv=tensors["cu_seqlens"],
                 max_seqlen_q=micro.max_seqlen,
                 max_seqlen_kv=micro.max_seqlen,
             )
-            output = chunk(row["tokens"], row["position_ids"], None, packed_seq_params=packed)
-            return output, functools.partial(finish, row)
+            output = chunk(tensors["tokens"], tensors["position_ids"], None, packed_seq_params=packed)
+            return output, functools.partial(finish, tensors)
 
         result: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(rows),
+            data_iterator=iter(micro_batches),
             model=self._model.chunks,
-            num_microbatches=len(rows),
-            seq_length=max(len(r.tokens) for r in rows) * self.split.cp_size,
+            num_microbatches=len(micro_batches),
+            seq_length=max(len(m.tokens) for m in micro_batches) * self.split.cp_size,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -168,35 +172,41 @@ class ForwardBackward:
     def _column_dtype(self) -> torch.dtype:
         return torch.float64 if self._model.dtype == torch.float64 else torch.float32
 
-    def _token_log_probs(self, row: Row, output: torch.Tensor, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _token_log_probs(
+        self, tensors: MicroBatchTensors, output: torch.Tensor, **options: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return token_log_probs(
             output[0],
-            row["labels"],
+            tensors["labels"],
             temperature=self._temperature,
             group=self._model.parallel.tp_group,
             vocab_size=self._model.vocab_size,
             **options,
         )
 
-    def _row_log_probs(self, row: Row, output: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return row["targets"], self._token_log_probs(row, output, with_entropy=False)[0]
+    def _log_probs_of(
+        self, tensors: MicroBatchTensors, output: torch.Tensor, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return tensors["targets"], self._token_log_probs(tensors, output, with_entropy=False)[0]
 
-    def _row_loss(self, row: Row, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _loss_of(
+        self, tensors: MicroBatchTensors, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         settings = self._settings.algorithm
         # Nothing reads the logits after this, so their memory may take the gradient.
         log_probs, entropy = self._token_log_probs(
-            row, output, entropy_grad=settings.entropy_coef != 0, overwrite_logits=True
+            tensors, output, entropy_grad=settings.entropy_coef != 0, overwrite_logits=True
         )
         loss, sums = policy_loss(
             log_probs,
             entropy,
-            weights=row["weights"],
-            mask=row["mask"],
-            advantages=row["advantages"],
-            rollout_log_probs=row["rollout_log_probs"],
-            old_log_probs=row.get("old_log_probs"),
-            ref_log_probs=row.get("ref_log_probs"),
-            documents=Documents(row["documents"], len(row["cu_seqlens"]) - 1, self._model.parallel.cp_group),
+            weights=tensors["weights"],
+            mask=tensors["mask"],
+            advantages=tensors["advantages"],
+            rollout_log_probs=tensors["rollout_log_probs"],
+            old_log_probs=tensors.get("old_log_probs"),
+            ref_log_probs=tensors.get("ref_log_probs"),
+            documents=Documents(tensors["documents"], len(tensors["cu_seqlens"]) - 1, self._model.parallel.cp_group),
             objective=self._objective,
             settings=settings,
         )
@@ -208,16 +218,16 @@ class ForwardBackward:
 
     @property
     def _reduced_names(self) -> list[str]:
-        """What a row reports: sums first, then maxima."""
+        """Names of the metrics that a micro-batch reports: sums first, then maxima."""
         names = [*metric_names(self._settings.algorithm), "tokens"]
         return sorted(names, key=lambda n: (n in MAXIMA, n))
 
-    def _step_metrics(self, per_row: list[torch.Tensor]) -> dict[str, float]:
+    def _step_metrics(self, per_micro_batch: list[torch.Tensor]) -> dict[str, float]:
         parallel, names = self._model.parallel, self._reduced_names
         n_sums = sum(n not in MAXIMA for n in names)
         total = torch.zeros(len(names), dtype=torch.float64, device=parallel.device)
         if parallel.is_last_stage:
-            stacked = torch.stack(per_row)
+            stacked = torch.stack(per_micro_batch)
             sums, maxima = stacked[:, :n_sums].sum(0), stacked[:, n_sums:].amax(0)
             _all_reduce(sums, parallel.dp_cp_group)
             _all_reduce(maxima, parallel.dp_cp_group, op=dist.ReduceOp.MAX)

@@ -53,8 +53,8 @@ class Weight:
         return "{expert}" in self.module
 
 
-class Layout(Protocol):
-    """Sizes of a parallel layout: what the number of parameters on a rank depends on."""
+class ParallelSizes(Protocol):
+    """The sizes of a parallel layout: what the number of parameters on a rank depends on."""
 
     @property
     def tp(self) -> int:
@@ -243,28 +243,28 @@ class ModelShape:
                 total += times * sum(math.prod(self.size(t.dims)) for t in weight.tensors if len(t.dims) == 2)
         return total
 
-    def parameters_per_rank(self, layout: Layout) -> tuple[int, int]:
+    def parameters_per_rank(self, sizes: ParallelSizes) -> tuple[int, int]:
         """(parameters outside the experts, expert parameters) of the fullest rank of the trainer.
 
         TP divides the matrices, PP the layers; the embedding lies on the first stage and the output layer on the last,
         so one of the two counts in full (both without PP). ETP x EP divide the experts.
         """
-        stages = [self._stage(stage, layout) for stage in range(layout.pp)]
+        stages = [self._stage(stage, sizes) for stage in range(sizes.pp)]
         return max(stages, key=sum)
 
-    def _stage(self, stage: int, layout: Layout) -> tuple[int, int]:
-        each = self.layers // layout.pp
+    def _stage(self, stage: int, sizes: ParallelSizes) -> tuple[int, int]:
+        each = self.layers // sizes.pp
         kinds = self.kinds[stage * each : (stage + 1) * each]
-        first, last = stage == 0, stage == layout.pp - 1
+        first, last = stage == 0, stage == sizes.pp - 1
         shared = self._shared(kinds) + (self._count(self.final_norm_weight) if last else 0)
         # The last of several stages keeps a copy of a tied embedding.
         ends = int(first) + int(last and (not self.tied or not first))
-        dense = shared // layout.tp + ends * self.embedding // layout.tp
-        return dense, self._experts(kinds) // (layout.etp * layout.ep)
+        dense = shared // sizes.tp + ends * self.embedding // sizes.tp
+        return dense, self._experts(kinds) // (sizes.etp * sizes.ep)
 
     # ------------------------------------------------------------------ memory
 
-    def training_bytes(self, layout: Layout, *, bf16: bool, offload: bool) -> tuple[int, int]:
+    def training_bytes(self, sizes: ParallelSizes, *, bf16: bool, offload: bool) -> tuple[int, int]:
         """(device, host) bytes of weights, gradients and optimizer on the fullest rank, without activations.
 
         bf16: 2 (weights) + 4 (float32 gradients) + 12 / replicas (float32 weights and both moments of Adam, which the
@@ -272,8 +272,8 @@ class ModelShape:
         ``--optimizer-cpu-offload`` moves the last term to the host.
         """
         fixed, divided = (6, 12) if bf16 else (8, 8)
-        dense, expert = self.parameters_per_rank(layout)
-        optimizer = divided * dense // (layout.dp * layout.cp) + divided * expert // layout.expert_dp
+        dense, expert = self.parameters_per_rank(sizes)
+        optimizer = divided * dense // (sizes.dp * sizes.cp) + divided * expert // sizes.expert_dp
         weights = fixed * (dense + expert)
         return (weights, optimizer) if offload else (weights + optimizer, 0)
 
@@ -284,7 +284,7 @@ class ModelShape:
     # ------------------------------------------------------------------ the configuration again
 
     def as_config(self) -> dict[str, Any]:
-        """What the shape was read from, under its Hugging Face keys, defaults filled in."""
+        """The values that the shape was read from, under its Hugging Face keys, defaults filled in."""
         return {
             "model_type": self.model_type,
             "hidden_size": self.hidden,

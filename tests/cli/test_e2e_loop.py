@@ -26,7 +26,7 @@ async def reward(sample):
 
 
 def prompts_by_rollout(folder: Path) -> dict[int, list[int]]:
-    """Ordinals of the prompts of each saved rollout."""
+    """Ids of the prompts of each saved rollout."""
     found = {}
     for path in folder.glob("rollout_*.jsonl"):
         found[int(path.stem.removeprefix("rollout_"))] = [g.prompt.prompt_id for g in load_groups(path)]

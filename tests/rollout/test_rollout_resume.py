@@ -44,7 +44,7 @@ async def run_with_kills(
     (None: not at all), after which a new loop goes on from the stored state.
 
     Returns:
-        Ordinals in the order returned, reason by prompt_id of the dropped ones, number of kills that hit a rollout.
+        Prompt ids in the order returned, reason by prompt_id of the dropped ones, number of kills that hit a rollout.
     """
     returned: list[int] = []
     dropped: dict[int, str] = {}

@@ -114,7 +114,7 @@ class SGLangEngine:
         if not self._inflight:
             self._version = None
         with self._inflight.entered(request.rid) as inflight:
-            inflight.task = asyncio.ensure_future(self._fly(request, inflight))
+            inflight.task = asyncio.ensure_future(self._answer(request, inflight))
             try:
                 async with asyncio.timeout(self._generate_timeout_s):
                     return await inflight.task
@@ -131,7 +131,7 @@ class SGLangEngine:
                     f"{self._name}: request {request.rid} was not finished after {self._generate_timeout_s:.0f} s"
                 ) from error
 
-    async def _fly(self, request: GenerateRequest, inflight: InflightRequest) -> GenerateResult:
+    async def _answer(self, request: GenerateRequest, inflight: InflightRequest) -> GenerateResult:
         version = await self._version_at_start()
         if inflight.aborted:
             return GenerateResult(tokens=[], log_probs=[], versions=[], finish_reason="abort")
@@ -202,7 +202,7 @@ class SGLangEngine:
         if mode == "abort" and self._inflight:
             # SGLang's own pause looks only once a second whether all have ended.
             await self.abort()
-            await self._inflight.landed(2.0)
+            await self._inflight.drained(2.0)
         await self._post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:

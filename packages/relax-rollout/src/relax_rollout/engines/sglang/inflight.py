@@ -48,7 +48,7 @@ class InflightRequests:
 
     @contextlib.contextmanager
     def entered(self, rid: str) -> Iterator[InflightRequest]:
-        """Holds a request among the flights.
+        """Counts a request as in flight inside.
 
         Raises:
             ValueError: the id is in use.
@@ -86,7 +86,7 @@ class InflightRequests:
         self._abandoning.add(task)
         task.add_done_callback(self._abandoning.discard)
 
-    async def landed(self, seconds: float) -> None:
+    async def drained(self, seconds: float) -> None:
         """Waits until there is no request, or the time is over."""
         deadline = time.monotonic() + seconds
         while self._by_rid and time.monotonic() < deadline:
@@ -107,7 +107,7 @@ class InflightRequests:
         while self._by_rid:
             await asyncio.sleep(_LOOK_EVERY_S)
             # An abort that overtakes its request is lost at the server, so it is repeated until the request ends.
-            for inflight in [f for f in self._by_rid.values() if f.aborted]:
+            for inflight in [r for r in self._by_rid.values() if r.aborted]:
                 with contextlib.suppress(Exception):
                     await self._abort({"rid": inflight.server_rid})
             now = time.monotonic()

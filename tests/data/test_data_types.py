@@ -49,7 +49,14 @@ def test_rows_of_a_batch_come_in_the_order_asked_for() -> None:
 
 @pytest.mark.parametrize(
     ("column", "values"),
-    [("loss_mask", [1]), ("loss_mask", [1, 2, 1]), ("log_probs", [-1.0] * 4), ("versions", []), ("tokens", [5, -6, 7])],
+    [
+        ("loss_mask", [1]),
+        ("loss_mask", None),
+        ("loss_mask", [1, 2, 1]),
+        ("log_probs", [-1.0] * 4),
+        ("versions", []),
+        ("tokens", [5, -6, 7]),
+    ],
 )
 def test_columns_that_do_not_fit_together_make_no_batch(column: str, values: list[Any]) -> None:
     group = SampleGroup.start(Prompt(prompt_id=0, epoch=0, source="a.jsonl:1", text="", input_ids=[4]), 1)

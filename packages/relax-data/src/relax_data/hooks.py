@@ -14,7 +14,7 @@ from relax_data.errors import describe
 
 
 def hook_problem(flag: str, path: str) -> str | None:
-    """What is wrong with ``path``, as far as it can be told without importing the user's code; None if nothing is."""
+    """Says what is wrong with ``path``, as far as that shows without importing the user's code; None if nothing is."""
     module, colon, function = path.rpartition(":")
     named = module.endswith(".py") or not {"/", "\\"} & set(module)
     if not colon or not module or not function.isidentifier() or not named:

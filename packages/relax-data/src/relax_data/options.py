@@ -1,4 +1,4 @@
-"""How a settings class declares its options: one dataclass field is one flag with its documentation and its range.
+"""Declaration of options by a settings class: one dataclass field is one flag with its documentation and its range.
 
 A settings class is a frozen, keyword-only dataclass below :class:`Settings`. The name of a field in kebab-case is the
 flag (``max_tokens_per_gpu`` is ``--max-tokens-per-gpu``), its annotation is the type of the value, and :func:`option`
@@ -31,7 +31,7 @@ LARGEST_FLOAT = 3e38
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Range:
-    """Which values of an option are right: those within all bounds, and those of ``one_of``.
+    """The values of an option that are right: those within all bounds, and those of ``one_of``.
 
     Attributes:
         ge: least value.
@@ -55,7 +55,7 @@ class Range:
         return any(bound is not None for bound in (self.ge, self.gt, self.le, self.lt))
 
     def expected(self, value: Any) -> str | None:
-        """What ``value`` must be instead, for example ``1 or more``; None when it is right."""
+        """Says what ``value`` must be instead, for example ``1 or more``; None when it is right."""
         if value in self.one_of:
             return None
         also = f", or {_listed(self.one_of)}" if self.one_of else ""
@@ -174,7 +174,7 @@ def flag(field_name: str) -> str:
 
 
 def url_problem(field_name: str, url: str) -> str | None:
-    """What is wrong with the address of an HTTP server; None when nothing is that can be seen without asking it."""
+    """Says what is wrong with the address of an HTTP server; None when nothing is that shows without asking it."""
     example = "write for example http://127.0.0.1:8000"
     if not url.startswith(("http://", "https://")):
         return f"{flag(field_name)} {url!r} is no address; it must start with http:// or https://, {example}"

@@ -16,7 +16,7 @@ _NOT_OF_TEMPLATE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSettings(Settings):
-    """Where prompts come from and how a row becomes a prompt."""
+    """Places that prompts come from, and how a row becomes a prompt."""
 
     TITLE: ClassVar[str] = "Prompt data"
 

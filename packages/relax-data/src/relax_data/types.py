@@ -1,4 +1,4 @@
-"""What flows between the packages: prompts, samples, groups, training batches. Needs numpy only."""
+"""Types that flow between the packages: prompts, samples, groups, training batches. Needs numpy only."""
 
 import dataclasses
 import enum
@@ -21,7 +21,7 @@ Messages = list[dict[str, Any]]
 
 
 class SampleStatus(enum.StrEnum):
-    """How far the generation of a sample has come."""
+    """Progress of the generation of a sample."""
 
     PENDING = "pending"
     """Nothing, or a part of the response is there and generation will go on."""
@@ -108,7 +108,7 @@ class Sample:
 
     @property
     def name(self) -> str:
-        """How messages call it: the row it came from and its number in the group."""
+        """Its name in messages: the row it came from and its number in the group."""
         return f"{self.prompt.source} response {self.index}"
 
     @property
@@ -169,6 +169,8 @@ class Sample:
         }
         for column, (kinds, wanted, holds) in allowed.items():
             given = getattr(self, column)
+            if not isinstance(given, Sequence | np.ndarray):
+                raise ValueError(f"{self.name}: its {column} are no list, but {type(given).__name__}")
             if len(given) != n:
                 raise ValueError(
                     f"{self.name}: {n} tokens but {len(given)} {column}; all columns must be equally long, as "
@@ -235,7 +237,7 @@ def equal_rewards(rewards: Iterable[float]) -> bool:
 
 @dataclasses.dataclass
 class TrainBatch:
-    """What one training step consumes, as numpy columns (cheap to send between processes). ``n`` samples.
+    """Samples of one training step, as numpy columns (cheap to send between processes). ``n`` samples.
 
     Attributes:
         rollout_id: absolute id of the rollout it came from.
@@ -312,7 +314,7 @@ class TrainBatch:
 
 @dataclasses.dataclass(frozen=True)
 class StepManifest:
-    """What everybody may know of the samples of one training step: about 60 bytes a sample, no row. ``n`` samples.
+    """Facts about the samples of a training step that all may know: about 60 bytes a sample, no row. ``n`` samples.
 
     The driver carries it, and every rank plans with it: which samples share a micro-batch, their weights in the loss,
     their advantages. Rows (tokens, masks, log-probs) go from a :class:`RowSource` to the rank that needs them.
@@ -380,7 +382,7 @@ ROW_COLUMNS = ("tokens", "loss_masks", "rollout_log_probs")
 
 
 class RowSource(Protocol):
-    """Where a rank gets the rows of its own samples from."""
+    """Source of the rows of a rank's own samples."""
 
     def fetch(self, indices: Sequence[int], columns: Sequence[str] = ROW_COLUMNS) -> dict[str, list[np.ndarray]]:
         """The values of ``columns`` (see :data:`ROW_COLUMNS`) of the samples at these places of the manifest.

@@ -1,4 +1,4 @@
-"""What functions of the user return and raise, as text for messages that never fails; and as plain values."""
+"""Turns values and errors of the user's functions into text for messages, which never fails, and plain values."""
 
 from typing import Any
 

@@ -20,7 +20,7 @@ EQUAL_REWARDS_FILTER = "relax_rollout.filters:reward_nonzero_std"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutSettings(Settings):
-    """How many responses to how many prompts a rollout collects, and how they are sampled."""
+    """Size of a rollout in prompts and responses, and how these are sampled."""
 
     TITLE: ClassVar[str] = "Rollout"
 
@@ -131,7 +131,7 @@ class RolloutSettings(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardSettings(Settings):
-    """What scores a response: exactly one of ``--rm-type``, ``--custom-rm-path``, ``--rm-url``."""
+    """The reward, which scores a response: exactly one of ``--rm-type``, ``--custom-rm-path``, ``--rm-url``."""
 
     TITLE: ClassVar[str] = "Reward"
 
@@ -185,7 +185,7 @@ class RewardSettings(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalSettings(Settings):
-    """What is evaluated, and how its responses are sampled."""
+    """Prompts of the evaluation, and how responses to them are sampled."""
 
     TITLE: ClassVar[str] = "Evaluation"
 

@@ -1,4 +1,4 @@
-"""What a training run tells to whoever watches it (profilers, memory recorders). Needs no torch."""
+"""Protocol of an observer of the training: profilers and memory recorders. Needs no torch."""
 
 import contextlib
 from contextlib import AbstractContextManager

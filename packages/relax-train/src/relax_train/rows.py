@@ -33,7 +33,7 @@ class RankBatch:
 
     @property
     def names(self) -> list[str]:
-        """How messages call each sample."""
+        """Name of each sample in messages."""
         return self.manifest.names
 
     @property

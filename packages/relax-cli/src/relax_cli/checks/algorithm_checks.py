@@ -18,7 +18,7 @@ def algorithm_problems(config: RunConfig) -> list[str]:
 
 
 def algorithm_warnings(config: RunConfig, *, steps: int) -> list[str]:
-    """Where the algorithm learns nothing from the rollouts it gets, or is not what its name says.
+    """Warns where the algorithm learns nothing from the rollouts it gets, or is not what its name says.
 
     Args:
         steps: optimizer steps a rollout.
@@ -36,7 +36,7 @@ def algorithm_warnings(config: RunConfig, *, steps: int) -> list[str]:
 
 
 def _ratio_warnings(config: RunConfig, steps: int) -> list[str]:
-    """Where the probability ratio, which some algorithms are about, is 1 or is never clipped.
+    """Warns where the probability ratio, which some algorithms are about, is 1 or is never clipped.
 
     Args:
         steps: optimizer steps a rollout.

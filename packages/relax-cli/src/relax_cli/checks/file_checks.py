@@ -39,7 +39,7 @@ _LONGEST_PATH = 3800
 
 
 def file_problems(config: RunConfig) -> Problems:
-    """What is wrong with files that are there; what is missing, only a start needs (:func:`file_needs`)."""
+    """Lists what is wrong with files that are there; missing ones matter to a start alone (:func:`file_needs`)."""
     found = [*_home_problems(config), *_name_problems(config), *_overwriting_problems(config)]
     return [*found, *_weight_problems(config), *_resume_problems(config)]
 
@@ -125,7 +125,7 @@ def _name_problems(config: RunConfig) -> Problems:
 
 
 def _overwriting_problems(config: RunConfig) -> Problems:
-    """What the run needs and would itself replace: each export and checkpoint replaces a folder of its name."""
+    """Lists what the run needs and would itself replace: each export and checkpoint replaces a folder of its name."""
     checkpoint, model, debug = config.train.checkpoint, config.train.model, config.debug
     templates = {"save_hf": checkpoint.save_hf, "save_debug_rollout_data": debug.save_debug_rollout_data}
     templates["save"] = os.path.join(checkpoint.save, f"rollout_{ROLLOUT_ID}") if checkpoint.save else None

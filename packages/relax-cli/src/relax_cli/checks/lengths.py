@@ -1,4 +1,4 @@
-"""How long a sample may be, and what context length an engine needs for that."""
+"""Longest sample of a run, and the context length that an engine needs for it."""
 
 import dataclasses
 

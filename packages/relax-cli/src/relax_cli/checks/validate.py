@@ -66,7 +66,7 @@ def _unreadable(error: OSError, config: RunConfig, part: Any) -> str:
 
 
 def placement_problems(config: RunConfig, available_gpus: int) -> Problems:
-    """What does not fit between the options and a cluster of so many GPUs, once it has been joined."""
+    """Lists what does not fit between the options and a cluster of so many GPUs, once it has been joined."""
     assert config.placement is not None, "with a number of GPUs there is always a placement"
     if config.placement.gpus > available_gpus:
         return [
@@ -282,13 +282,13 @@ def _debug_problems(config: RunConfig) -> Problems:
 
 
 def _idle(config: RunConfig, valued: Sequence[str], switches: Sequence[str]) -> list[str]:
-    """Which of these options the user set, the switches only when they are on."""
+    """Names those of these options that the user set, the switches only when they are on."""
     on = {name for part in config.parts() for name in switches if getattr(part, name, False) is True}
     return [n for n in valued if n in config.given] + [n for n in switches if n in on]
 
 
 def _start_needs(config: RunConfig) -> Problems:
-    """What a run needs that a plan can do without."""
+    """Lists what a run needs that a plan can do without."""
     found = []
     if config.run.num_rollout is None and config.run.num_epoch is None:
         found.append("how long the run is: add exactly one of --num-rollout and --num-epoch")
@@ -315,7 +315,7 @@ def _start_needs(config: RunConfig) -> Problems:
 
 
 def _machine_problems(config: RunConfig) -> Problems:
-    """What the options ask of this machine; a Ray cluster that is joined is asked when it is joined."""
+    """Lists what this machine lacks for the options; a Ray cluster that is joined is asked when it is joined."""
     cluster = config.cluster
     if cluster.ray_address is not None:
         return []
@@ -336,7 +336,7 @@ def _machine_problems(config: RunConfig) -> Problems:
 
 
 def _profiling_warnings(config: RunConfig) -> list[str]:
-    """What the profilers cannot do on a CPU."""
+    """Warns of what the profilers cannot do on a CPU."""
     if config.placement is None or config.placement.device != "cpu":
         return []
     found = []
@@ -359,7 +359,7 @@ def _profiling_warnings(config: RunConfig) -> list[str]:
 
 
 def warnings_of(config: RunConfig) -> list[str]:
-    """What is allowed but probably not meant."""
+    """Lists what is allowed but probably not meant."""
     found = _profiling_warnings(config)
     batch, placement = config.train.batch, config.placement
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt

@@ -1,4 +1,4 @@
-"""Whether the safetensors files of a model folder are whole and belong to its ``config.json``, by their headers."""
+"""Checks by their headers that the safetensors files of a model folder are whole and fit its ``config.json``."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def weight_problems(folder: Path, model: ModelShape | None) -> list[str]:
-    """What is wrong with the weights of a folder; nothing when it has none at all.
+    """Lists what is wrong with the weights of a folder; nothing when it has none at all.
 
     Args:
         model: what ``config.json`` says of the model; None skips the comparison.

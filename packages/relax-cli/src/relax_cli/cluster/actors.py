@@ -55,7 +55,7 @@ class Actor(Generic[T]):
 
 
 def creator(cls: Callable[P, T], **options: Any) -> Callable[P, Actor[T]]:
-    """What makes actors of a class: call it as the class.
+    """Gives a function that makes actors of a class: call it as the class.
 
     Args:
         options: Ray's, for example ``num_cpus``.

@@ -1,4 +1,4 @@
-"""How many processes a run has and on what: the arithmetic of GPUs and ranks, without torch."""
+"""The processes of a run and their GPUs: the arithmetic of GPUs and ranks, without torch."""
 
 import dataclasses
 import math

@@ -33,7 +33,7 @@ class Given:
 
 @dataclasses.dataclass
 class Layer:
-    """What one source of options holds.
+    """The options that one source holds.
 
     Attributes:
         values: by snake_case name.

@@ -39,7 +39,7 @@ _DEFAULT = re.compile(r"\b(?:[Dd]efault:?|by default) (.+?)(?:[.;](?= )|\.?$)")
 
 
 def _derivation(config: RunConfig, field: dataclasses.Field[Any]) -> str:
-    """What an option that is not set comes to be once the run starts, as its help says; empty when it stays unset."""
+    """Says what an option that is not set becomes at the start, as its help says; empty when it stays unset."""
     if field.name == "rollout_max_context_len" and (longest := context_lengths(config).trained) is not None:
         return f"  # here {longest} tokens, from the model and --max-tokens-per-gpu"
     found = _DEFAULT.search(field.metadata["help"])

@@ -22,7 +22,7 @@ _NOUNS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a nu
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What an option holds.
+    """Kind of value that an option holds.
 
     Attributes:
         base: type of the value, or of one element when ``many``.
@@ -43,7 +43,7 @@ class Kind:
 
     @property
     def noun(self) -> str:
-        """What the option expects, for error messages: ``an integer``, ``one of a, b``, ``a list of strings``."""
+        """The expected value, for error messages: ``an integer``, ``one of a, b``, ``a list of strings``."""
         if not self.many:
             return self.noun_of_one
         each = self.noun_of_one
@@ -51,7 +51,7 @@ class Kind:
 
     @property
     def noun_of_one(self) -> str:
-        """What one element must be."""
+        """The expected value of one element, for error messages."""
         return "one of " + ", ".join(map(str, self.choices)) if self.choices else _NOUNS[self.base]
 
 

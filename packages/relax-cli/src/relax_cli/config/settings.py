@@ -18,7 +18,7 @@ other is asked for. What carries it out stands in :data:`relax_cli.controllers.m
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterSettings(Settings):
-    """Which GPUs train, which generate, and how the two share them."""
+    """GPUs that train, GPUs that generate, and how the two share them."""
 
     TITLE: ClassVar[str] = "Resources and modes"
 
@@ -90,7 +90,7 @@ class ClusterSettings(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings(Settings):
-    """How long the run is, and what the command does instead of running."""
+    """Length of the run, and what the command does instead of running."""
 
     TITLE: ClassVar[str] = "Run"
 
@@ -136,7 +136,7 @@ _WANDB = ("wandb_project", "wandb_team", "wandb_group", "wandb_mode", "wandb_hos
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingSettings(Settings):
-    """Where the metrics go."""
+    """Places that the metrics go to."""
 
     TITLE: ClassVar[str] = "Logging"
 

@@ -1,4 +1,4 @@
-"""Which valid name the user probably meant."""
+"""Finds the valid name that the user probably meant."""
 
 import difflib
 from collections.abc import Callable, Iterable

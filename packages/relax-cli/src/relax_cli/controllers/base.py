@@ -1,4 +1,4 @@
-"""What every mode does: start or resume, one step after the other, evaluations, checkpoints, metrics, the end.
+"""The parts of a run that modes share: start, resume, one step after another, evaluations, checkpoints, metrics, end.
 
     _prepare --> rollout_id = start
     while rollouts are left and no stop was requested:
@@ -72,7 +72,7 @@ class PhaseTimer:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a run has done when it ends."""
+    """Result of a run when it ends."""
 
     first_rollout: int = 0
     next_rollout: int = 0
@@ -241,7 +241,7 @@ class Controller(abc.ABC):
         )
 
     def _rollout_state(self) -> dict[str, Any] | None:
-        """What the checkpoint holds of the rollout worker, as JSON values; None when there is none."""
+        """The rollout worker's part of the checkpoint, as JSON values; None when there is no such worker."""
         return None if self.config.debug.debug_train_only else self.workers.rollout.state_dict()
 
     def _save(self, rollout_id: int) -> None:

@@ -80,7 +80,7 @@ class ColocateController(Controller):
         return dataclasses.replace(output, metrics=metrics)
 
     def _rows(self, rollout_id: int) -> "RowReference":
-        """Where the ranks get the rows of this rollout from."""
+        """Names the place that the ranks get the rows of this rollout from."""
         template = self.config.debug.load_debug_rollout_data
         if template is not None:
             return FileRows(path_for(template, rollout_id), rollout_id)

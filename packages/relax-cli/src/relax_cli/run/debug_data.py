@@ -71,7 +71,7 @@ def _read_groups(path: Path) -> Iterator[SampleGroup]:
 
 
 def read_manifest(path: Path, rollout_id: int) -> tuple[StepManifest, float]:
-    """What the driver knows of a saved rollout; of its rows only one group is in memory at a time.
+    """Reads the manifest of a saved rollout, with one group of its rows in memory at a time.
 
     Args:
         rollout_id: that the step is to have.
@@ -105,7 +105,7 @@ class FileRows:
     rollout_id: int
 
     def for_rank(self, rank: int) -> RowSource:
-        """The same for every rank."""
+        """Gives this very source: every rank reads the same file."""
         return self
 
     def fetch(self, indices: Sequence[int], columns: Sequence[str] = ROW_COLUMNS) -> dict[str, list[np.ndarray]]:

@@ -1,4 +1,4 @@
-"""What a user sees of a run: one line a step, a table at the end, a plot of the reward."""
+"""The output of a run for its user: one line a step, a table at the end, a plot of the reward."""
 
 import time
 from collections.abc import Sequence

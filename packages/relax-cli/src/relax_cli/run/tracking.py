@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: a JSON-lines file, TensorBoard, Weights & Biases, the terminal.
+"""Trackers, which take the numbers of a run: a JSON-lines file, TensorBoard, Weights & Biases, the terminal.
 
 A run that is resumed goes on in its folder, from its last checkpoint: the steps that an earlier start took after that
 checkpoint come again. The first step that a start logs tells where it goes on; what earlier starts logged from there on

@@ -63,7 +63,7 @@ class EngineGroup:
         return addresses
 
     def progress(self) -> str:
-        """What the first engine is doing while it starts."""
+        """Says what the first engine is doing while it starts."""
         import ray
 
         try:  # its process may itself still be starting; if it died, the wait for it says so

@@ -26,8 +26,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 STOP_DEADLINE_S = 8.0
+"""Seconds to wait for actors of a run to put their things in order."""
 ABANDON_DEADLINE_S = 2.0
-"""The same for a start that is given up: who still loads has nothing to put in order, and would not answer in time."""
+"""Seconds to wait for actors of a start that is given up: who still loads has nothing to put in order, and would not
+answer in time."""
 
 
 class WorkerGroups:
@@ -118,7 +120,7 @@ class WorkerGroups:
         max_concurrency: int = 1,
         env: Mapping[str, str] | None = None,
     ) -> Callable[P, Actor[T]]:
-        """What makes an actor of a class in one bundle; whoever is made is ended by :meth:`close`."""
+        """Gives a function that makes an actor of a class in one bundle; :meth:`close` ends whatever it made."""
         environment = {**actor_environment(self.shape.device, threads=1), **(env or {})}
         if self.config.cluster.ray_address is not None and "PYTHONPATH" in os.environ:
             environment["PYTHONPATH"] = os.environ["PYTHONPATH"]  # a local Ray has the driver's anyway

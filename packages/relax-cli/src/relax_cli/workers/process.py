@@ -1,4 +1,4 @@
-"""What every actor does first: a log file of its own in the run directory, and a quiet environment."""
+"""First steps of every actor: a log file of its own in the run directory, and a quiet environment."""
 
 import logging
 import os

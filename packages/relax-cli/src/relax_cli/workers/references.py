@@ -1,4 +1,4 @@
-"""What the driver hands on instead of rows: where a rank of the trainer gets the rows of its own samples from."""
+"""References that the driver hands on instead of rows, by which a rank of the trainer gets those of its own samples."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class RolloutRows:
     rank: int | None = None
 
     def for_rank(self, rank: int) -> RowSource:
-        """The same rows, for this rank."""
+        """Names these rows for one rank."""
         return dataclasses.replace(self, rank=rank)
 
     def fetch(self, indices: Sequence[int], columns: Sequence[str] = ROW_COLUMNS) -> dict[str, list[np.ndarray]]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutOutput:
-    """What the driver learns of a rollout; its rows stay where they were generated.
+    """Summary of a rollout for the driver; its rows stay where they were generated.
 
     Attributes:
         groups: whole and scored groups; 0 when the prompts are used up.
@@ -109,7 +109,7 @@ class RolloutActor:
         )
 
     async def status(self) -> str:
-        """What it is waiting for now, for a driver whose own wait gets long."""
+        """Says what it is waiting for now, for a driver whose own wait gets long."""
         return self._status
 
     async def ready(self) -> bool:

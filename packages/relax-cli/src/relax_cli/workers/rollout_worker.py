@@ -35,7 +35,7 @@ class RolloutWorker:
     # ------------------------------------------------------------------ start
 
     def begin_start(self) -> Ref[bool]:
-        """What is there when prompts, tokenizer and reward are loaded; raises what is wrong with them."""
+        """Asks for prompts, tokenizer and reward; the answer comes when they are loaded, or raises what is wrong."""
         return self._actor.call(RolloutActor.ready)
 
     def finish_start(self, started: Ref[bool], heartbeat: Heartbeat | None = None) -> None:
@@ -108,7 +108,7 @@ class RolloutWorker:
         self._wait(self._actor.call(RolloutActor.load_state_dict, state), "the rollout worker to restore its state")
 
     def status(self) -> str:
-        """What the actor is waiting for, for a driver whose own wait gets long. Never raises."""
+        """Says what the actor is waiting for, for a driver whose own wait gets long. Never raises."""
         import ray
 
         try:

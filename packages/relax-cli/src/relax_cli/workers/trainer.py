@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerFacts:
-    """What the user is told of a trainer that is ready.
+    """Facts about a trainer that is ready, for the user.
 
     Attributes:
         parameters: of the whole model.

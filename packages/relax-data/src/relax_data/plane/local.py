@@ -60,7 +60,7 @@ class LocalPlane:
             self._changed.notify_all()
 
     def take(self, consumer: str, columns: Sequence[str], n: int, *, timeout: float) -> Rows:
-        """Waits until enough rows have all of ``columns``; see :meth:`DataPlane.take`."""
+        """Waits until enough rows have all of ``columns``; see :meth:`relax_data.plane.base.DataPlane.take`."""
         check_take(columns, n, timeout)
         deadline = time.monotonic() + timeout
         with self._changed:

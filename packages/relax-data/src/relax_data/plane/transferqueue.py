@@ -87,7 +87,7 @@ class TransferQueuePlane:
             self._write(list(ids), columns, create=False)
 
     def take(self, consumer: str, columns: Sequence[str], n: int, *, timeout: float) -> Rows:
-        """Asks until enough rows have all of ``columns``; see :meth:`DataPlane.take`."""
+        """Asks until enough rows have all of ``columns``; see :meth:`relax_data.plane.base.DataPlane.take`."""
         check_take(columns, n, timeout)
         deadline = time.monotonic() + timeout
         pause, longest = _POLL_SECONDS

@@ -27,7 +27,7 @@ from relax_data.types import Prompt, SampleGroup
 
 
 class PromptState(enum.StrEnum):
-    """What a prompt is doing."""
+    """State of a prompt."""
 
     OUT = "out"
     """With the rollout that runs: its responses are generated, scored and judged."""

@@ -61,7 +61,7 @@ class _Stored:
 
 
 class MemoryPromptSource:
-    """All prompts in memory, tokenised once. Made by :func:`open_prompts`."""
+    """All prompts in memory, tokenised once. Made by :func:`relax_data.prompts.open.open_prompts`."""
 
     def __init__(
         self,

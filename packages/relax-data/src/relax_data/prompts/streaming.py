@@ -372,7 +372,7 @@ class _Window:
 
 
 class _Turns:
-    """Which positions of the stream are this reader's, and how far it has come.
+    """The positions of the stream that are this reader's, and how far it has come.
 
     The positions that are left when a run starts or resumes, ``start`` and all after it but those in ``done``, are
     dealt round-robin to the readers. ``done`` is empty unless readers stopped after unequal numbers of rows.

@@ -179,7 +179,7 @@ def _hidden(path: Path) -> bool:
 
 
 def _near_miss(path: Path) -> str:
-    """What else is there, when the folder exists: most missing files are misspelt ones."""
+    """Names the nearest file that is there, when the folder exists: most missing files are misspelt ones."""
     if not path.parent.is_dir():
         return f" (nor does its folder {path.parent})"
     names = [p.name for p in path.parent.iterdir()]

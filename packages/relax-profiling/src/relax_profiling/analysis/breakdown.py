@@ -150,7 +150,7 @@ def _idle_causes(trace: Trace, gpu: GpuColumns, busy: list[Interval]) -> dict[st
 
 
 class _HostActivity:
-    """What the host did at any time: collectives, waits for data, torch work, nothing that torch sees."""
+    """Activity of the host at any time: collectives, waits for data, torch work, nothing that torch sees."""
 
     def __init__(self, trace: Trace) -> None:
         collective_ids = {i for i, n in enumerate(trace.names) if is_host_communication(n)}

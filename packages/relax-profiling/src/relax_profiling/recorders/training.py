@@ -186,7 +186,7 @@ class TrainingObserver:
 
 
 def _guarded(what: str, act: Callable[[], T]) -> T | None:
-    """What ``act`` returns, or None: the training goes on without what cannot be recorded or written."""
+    """Gives what ``act`` returns, or None: the training goes on without what cannot be recorded or written."""
     try:
         return act()
     except Exception as e:

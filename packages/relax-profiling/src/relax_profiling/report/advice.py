@@ -277,7 +277,7 @@ def memory_grows(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) 
 
 
 def out_of_memory(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:
-    """What an OOM asked for, what there was, and what stood in its way."""
+    """Says what an OOM asked for, what there was, and what stood in its way."""
     for m, d in _devices(memory):
         if not d.oom:
             continue

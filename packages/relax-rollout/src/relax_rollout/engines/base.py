@@ -1,4 +1,4 @@
-"""What the rollout loop and the controllers ask of an inference engine."""
+"""Protocol of an inference engine, as the rollout loop and the controllers use it."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ MemoryTag = Literal["kv_cache", "weights"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next token is drawn. ``temperature`` 0 is greedy; ``top_k`` -1 is all tokens."""
+    """Parameters by which the next token is drawn. ``temperature`` 0 is greedy; ``top_k`` -1 is all tokens."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -62,7 +62,7 @@ class GenerateResult:
 
 @dataclasses.dataclass(frozen=True)
 class EngineAddress:
-    """Where an engine is: all that a client in another process needs.
+    """Address of an engine: all that a client in another process needs.
 
     Attributes:
         name: ``engine0``, ``engine1``, ...: how messages call it.

@@ -23,7 +23,7 @@ class GenerationError(ValueError):
 
 
 def sampling_params(settings: RolloutSettings) -> SamplingParams:
-    """How the responses of a rollout are sampled; ``max_new_tokens`` is the whole response."""
+    """Sampling parameters of a rollout; ``max_new_tokens`` is the whole response."""
     return SamplingParams(
         max_new_tokens=settings.rollout_max_response_len,
         temperature=settings.rollout_temperature,
@@ -35,7 +35,7 @@ def sampling_params(settings: RolloutSettings) -> SamplingParams:
 
 
 def eval_sampling_params(settings: EvalSettings, rollout: RolloutSettings) -> SamplingParams:
-    """How the responses of an evaluation are sampled: as in the rollout, where the user said nothing else."""
+    """Sampling parameters of an evaluation: those of the rollout, where the user said nothing else."""
     base = sampling_params(rollout)
     return SamplingParams(
         max_new_tokens=settings.eval_max_response_len or base.max_new_tokens,
@@ -48,7 +48,7 @@ def eval_sampling_params(settings: EvalSettings, rollout: RolloutSettings) -> Sa
 
 
 class GenerationContext:
-    """What a generate function works with.
+    """Argument of a generate function: all that it works with.
 
     Attributes:
         sampling: how tokens are drawn; ``max_new_tokens`` is the budget of the whole response.

@@ -32,7 +32,7 @@ class DroppedPrompt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutProgress:
-    """How far a rollout is; ``waiting_for`` says what is still running."""
+    """Progress of a rollout; ``waiting_for`` says what is still running."""
 
     rollout_id: int
     groups_done: int
@@ -48,7 +48,7 @@ ProgressCallback = Callable[[RolloutProgress], None]
 
 
 class RolloutContext:
-    """What a rollout works with; the argument of a function of ``--rollout-function-path``.
+    """Parts that a rollout works with; the argument of a function of ``--rollout-function-path``.
 
     Such a function takes prompts with :meth:`take`, runs them (:meth:`running`, or :meth:`run_group` for one), asks
     :meth:`keep` about each whole group, and returns the list of groups to train on. Whatever it took and does not

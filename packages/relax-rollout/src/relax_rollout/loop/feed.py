@@ -1,4 +1,4 @@
-"""Where a rollout gets its groups from: what waits in the ledger, then new prompts of the source."""
+"""Feeds a rollout with groups: what waits in the ledger, then new prompts of the source."""
 
 import logging
 

@@ -40,7 +40,7 @@ GENERATED_ONLY = "generated only"
 
 @dataclasses.dataclass(kw_only=True)
 class RolloutResult:
-    """What one rollout returns.
+    """Result of one rollout.
 
     Attributes:
         groups: whole, scored and accepted, in the order of the prompts; ``--rollout-batch-size`` of them, or fewer at

@@ -150,7 +150,7 @@ class InflightGroups:
 
     @property
     def waiting_for(self) -> str:
-        """What is still running, for messages."""
+        """The groups that are still running, for messages."""
         parts = [f"{n} requests at {name}" for name, n in self._runner.router.running.items() if n]
         if self._runner.scoring:
             parts.append(

@@ -1,4 +1,4 @@
-"""What the rollout loop asks of a reward, and what all rewards share."""
+"""Protocol of a reward, as the rollout loop uses it, and what all rewards share."""
 
 import abc
 import asyncio

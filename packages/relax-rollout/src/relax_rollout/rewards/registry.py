@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class RewardOptions(Protocol):
-    """What a builder may read: the part of :class:`relax_rollout.settings.RewardSettings` that is about scoring."""
+    """Settings that a builder may read, the part of :class:`relax_rollout.settings.RewardSettings` about scoring."""
 
     @property
     def reward_max_concurrency(self) -> int:

@@ -1,4 +1,4 @@
-"""What every way of sending weights offers to the trainer, and what it is told to begin with."""
+"""Protocol of a transport of weights, and what one is built from."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ class WeightPushFailed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class PushReport:
-    """What a finished push sent from this rank: number of buckets and tensors, and their bytes."""
+    """Report of a finished push, of what this rank sent: number of buckets and tensors, and their bytes."""
 
     buckets: int = 0
     tensors: int = 0
@@ -47,7 +47,7 @@ class WeightTransport(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransportSetup:
-    """What a transport is built from.
+    """Everything that a transport is built from.
 
     Attributes:
         engines: all engines of the run, in order.

@@ -76,7 +76,7 @@ async def push_weights(
         version: number of the new weights.
         send: brings a bucket to the engines.
         ranks: the trainer's ranks.
-        mode: what happens to requests that are running; see :meth:`Engine.pause`.
+        mode: what happens to requests that are running; see :meth:`relax_rollout.engines.base.Engine.pause`.
 
     Returns:
         what this rank sent.

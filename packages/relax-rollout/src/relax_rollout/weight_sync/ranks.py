@@ -1,4 +1,4 @@
-"""How the ranks of the trainer act together in a push. Every rank makes the same calls in the same order."""
+"""Joint steps of the trainer's ranks in a push. Every rank makes the same calls in the same order."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar

@@ -13,7 +13,7 @@ TRANSPORTS: dict[str, Callable[[TransportSetup], WeightTransport]] = {"ipc": ipc
 
 
 def transport_for(device: str) -> str:
-    """Which transport a run takes whose engines share the trainer's device: no option, the mode decides."""
+    """Names the transport of a run whose engines share the trainer's device: no option, the mode decides."""
     return "value" if device == "cpu" else "ipc"
 
 

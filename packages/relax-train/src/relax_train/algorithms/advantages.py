@@ -45,7 +45,7 @@ def advantage_inputs(
     ref_log_probs: Sequence[np.ndarray] | None = None,
     all_reduce: AllReduce = alone,
 ) -> AdvantageInputs:
-    """What an estimator is given on this rank.
+    """Gathers what an estimator is given on this rank.
 
     Args:
         manifest: all samples of the rollout, so that groups are complete.

@@ -27,7 +27,7 @@ def alone(values: Floats) -> Floats:
 
 
 class EstimatorOptions(Protocol):
-    """What is read of the settings where advantages are estimated."""
+    """Settings that estimators read."""
 
     @property
     def advantage_estimator(self) -> str:
@@ -52,7 +52,7 @@ class EstimatorOptions(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """What an estimator is given, to read. ``n`` samples of the rollout, ``m`` of them on this rank.
+    """Argument of an estimator, to be read only. ``n`` samples of the rollout, ``m`` of them on this rank.
 
     Attributes:
         rewards: float64 ``[n]``, all samples.

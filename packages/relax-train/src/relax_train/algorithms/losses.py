@@ -73,7 +73,7 @@ def token_weights(masks: Sequence[np.ndarray], *, per_token: bool) -> list[NDArr
 
 
 def weight_divisors(trained_tokens: ArrayLike, *, per_token: bool) -> NDArray[np.float64]:
-    """What the loss mask of each sample is divided by to give its weights (:func:`token_weights`).
+    """Divisor of the loss mask of each sample that gives its weights (:func:`token_weights`).
 
     Args:
         trained_tokens: ``[n]``, sum of the loss mask of EVERY sample of the step.
@@ -141,7 +141,7 @@ def tis_weights(old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, cl
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """Which tokens of a micro-batch belong to the same response, for what is computed of a whole response.
+    """The responses that the tokens of a micro-batch belong to, for what is computed of a whole response.
 
     Attributes:
         index: int64 ``[tokens]``, number of the document that each token lies in.
@@ -208,7 +208,7 @@ def policy_loss(  # noqa: PLR0913  # columns of one batch
     documents: Documents | None = None,
     objective: Loss | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """This micro-batch's part of the loss of the optimizer step.
+    """Computes this micro-batch's part of the loss of the optimizer step.
 
     Per token ``-w_tis f(rho, A, log pi) + beta KL - c H``, where f is the function that ``--loss-type`` names
     (:mod:`relax_train.algorithms.surrogates`) and rho is ``pi / pi_old`` of the token, or of its response with

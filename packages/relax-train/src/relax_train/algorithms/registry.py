@@ -48,7 +48,7 @@ class Estimator:
     sequence_ratio: bool = False
 
     def __call__(self, inputs: AdvantageInputs) -> list[np.ndarray]:
-        """The advantages of every token of every own sample."""
+        """Gives the advantages of every token of every own sample."""
         return self.function(inputs)
 
 
@@ -65,7 +65,7 @@ class Loss:
     token_ratio: bool = False
 
     def __call__(self, inputs: LossInputs) -> Objective:
-        """What is maximised for each token."""
+        """Gives what is maximised for each token."""
         return self.function(inputs)
 
 
@@ -96,7 +96,7 @@ def table_help(table: Mapping[str, Estimator | Loss]) -> str:
 
 
 def choice_problem(flag: str, name: str, table: Iterable[str]) -> str | None:
-    """What is wrong with the name of an algorithm, as far as it can be told without importing the user's code.
+    """Says what is wrong with the name of an algorithm, as far as that shows without an import of the user's code.
 
     Args:
         flag: for the message.
@@ -251,7 +251,7 @@ def _checked_objective(name: str, inputs: LossInputs, found: Any) -> Objective:
 
 
 def _checked_advantages(name: str, inputs: AdvantageInputs, found: Any) -> list[np.ndarray]:
-    """What a user's estimator returned, as float64 arrays, if it is what it must be.
+    """Gives what a user's estimator returned as float64 arrays, if it is what it must be.
 
     Raises:
         ValueError: it is not; the message says what of it.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """What a policy loss is given: columns ``[tokens]`` of a micro-batch, on its device.
+    """Argument of a policy loss: columns ``[tokens]`` of a micro-batch, on its device.
 
     Untrained tokens hold zeros, and a ratio of 1 or that of their response; what the loss gives for them is ignored.
     Nothing here may be changed in place.
@@ -40,7 +40,7 @@ class LossInputs:
 
 
 class Objective(NamedTuple):
-    """What a policy loss returns.
+    """Result of a policy loss.
 
     Attributes:
         values: ``[tokens]``, differentiable: what is MAXIMISED. Weights, importance sampling, KL and entropy terms are

@@ -1,4 +1,4 @@
-"""Where the trainer computes: CUDA, or the CPU; dtypes and devices that follow from it."""
+"""Device of the trainer: CUDA, or the CPU; dtypes and devices that follow from it."""
 
 import os
 import sys

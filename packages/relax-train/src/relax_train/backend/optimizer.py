@@ -21,7 +21,7 @@ from relax_train.settings import TrainSettings
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did: gradient norm before clipping, and the learning rate it used."""
+    """Result of one optimizer step: gradient norm before clipping, and the learning rate it used."""
 
     grad_norm: float
     lr: float

@@ -156,7 +156,7 @@ def setup_parallel(
 
 
 def _store(rank: int, world: int, timeout: timedelta) -> dist.Store | None:
-    """Where the ranks find each other; None lets torch do as the environment says."""
+    """The place where the ranks find each other; None lets torch do as the environment says."""
     master, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if master is None and world == 1:
         return dist.HashStore()

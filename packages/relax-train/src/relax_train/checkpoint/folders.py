@@ -22,12 +22,12 @@ class CheckpointError(RuntimeError):
 
 
 def rollout_folder(directory: Path, rollout_id: int) -> Path:
-    """Where the checkpoint of a rollout is written to."""
+    """Folder that the checkpoint of a rollout is written to."""
     return directory / f"rollout_{rollout_id}"
 
 
 def place(directory: Path, rollout_id: int) -> Path:
-    """Where the checkpoint of a rollout is: usually :func:`rollout_folder`."""
+    """Finds the checkpoint of a rollout: usually :func:`rollout_folder`."""
     folder = rollout_folder(directory, rollout_id)
     old = folder.with_name(folder.name + _OLD)
     return old if old.is_dir() and not folder.exists() else folder

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, and whether a run can go on with it. Needs no torch: a plan asks too.
+"""The manifest of a checkpoint, and whether a run can go on with it. Needs no torch: a plan asks too.
 
 ``relax.json`` is written first; ``files.json`` last, with the time and with size and checksum of every file: by the
 size a copy of half a checkpoint is known as such without reading it, by the checksum (CRC-32) a flipped bit.
@@ -93,7 +93,7 @@ def find(directory: Path, rollout_id: int | None = None) -> tuple[Path, dict[str
 
 
 def way_out(folder: Path) -> str:
-    """What to do about a checkpoint that cannot be loaded."""
+    """Says what to do about a checkpoint that cannot be loaded."""
     others = [name for name in checkpoints(folder.parent) if name != folder.name]
     earlier = f", or resume from {' or '.join(others[-3:])}: write its name into {folder.parent / LATEST}"
     return "Copy the checkpoint again from where it is whole" + (earlier if others else "")
@@ -141,7 +141,7 @@ def record_files(folder: Path, sums: Mapping[str, int] | None = None) -> None:
 
 
 def files_problem(folder: Path, part: int | None = None, parts: int = 1) -> str | None:
-    """Which file is missing or not as it was written; None also where nothing was recorded.
+    """Names a file that is missing or not as it was written; None also where nothing was recorded.
 
     Sizes are compared of all files. Checksums are compared of small files; with ``part`` of every ``parts``-th file
     instead, whatever its size, from number ``part`` on, so that ranks can share the reading.

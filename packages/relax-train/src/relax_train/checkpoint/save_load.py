@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint says beside weights and optimizer.
+    """Content of a checkpoint beside weights and optimizer.
 
     Attributes:
         rollout_id: the rollout after which it was written; the run goes on with the next.

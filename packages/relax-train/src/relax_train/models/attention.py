@@ -42,7 +42,7 @@ class _Segment:
 
 
 class _Plan:
-    """What attention needs to know of one micro-batch. Made once and shared by all its layers."""
+    """Facts about one micro-batch that attention needs. Made once and shared by all its layers."""
 
     def __init__(self, packed: PackedSeqParams, cp_size: int, cp_rank: int, device: torch.device) -> None:
         borders = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded

@@ -14,11 +14,11 @@ What others build on (all of it inside ``with DeviceContext():`` of :mod:`relax_
 A chunk takes one packed row: ``tokens`` and ``position_ids`` int64 ``[1, tokens of this context-parallel rank]``
 (``position_ids`` is not used by rotary embedding but megatron wants it), ``packed_seq_params`` with
 ``qkv_format="thd"`` and ``cu_seqlens_q = cu_seqlens_kv`` int32 on the device: the borders of the documents in the FULL
-row, before context parallelism, each document padded to a multiple of ``2 * cp`` (:func:`zigzag_positions` of
-:mod:`relax_train.models.context_parallel` says which positions a rank holds), the row of a rank to a multiple of TP
-with sequence parallelism. Without ``labels`` the last stage returns logits ``[1, tokens, padded_vocab_size / tp]``, cut
-over the tensor-parallel ranks by vocabulary; columns beyond ``vocab_size`` hold :data:`PADDING_LOGIT`, so that a
-softmax ignores them.
+row, before context parallelism. Each document is padded to a multiple of ``2 * cp``, of which
+:func:`relax_train.models.context_parallel.zigzag_positions` says which positions a rank holds, and the row of a rank to
+a multiple of TP with sequence parallelism. Without ``labels`` the last stage returns logits
+``[1, tokens, padded_vocab_size / tp]``, cut over the tensor-parallel ranks by vocabulary; columns beyond ``vocab_size``
+hold :data:`PADDING_LOGIT`, so that a softmax ignores them.
 
 Gradients are sums: with ``calculate_per_token_loss`` megatron adds up what ``loss_func`` returns first over
 micro-batches, data- and context-parallel ranks, and divides by the sum of what it returns second.

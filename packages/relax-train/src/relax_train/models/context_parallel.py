@@ -1,4 +1,4 @@
-"""How a packed row is cut over context-parallel ranks."""
+"""Cut of a packed row over context-parallel ranks."""
 
 from collections.abc import Sequence
 

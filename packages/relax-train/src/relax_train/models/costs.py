@@ -1,4 +1,4 @@
-"""What it costs to compute a sequence, from the shape of the model."""
+"""Cost of computing a sequence, from the shape of the model."""
 
 from relax_data.packing.costs import CostModel
 

@@ -35,7 +35,7 @@ class _GroupedLinear(torch.autograd.Function):
 def _forward(
     experts: Any, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
-    """What ``SequentialMLP.forward`` of megatron-core computes: ``[tokens, hidden]``, sorted by expert, weighted."""
+    """Computes ``SequentialMLP.forward`` of megatron-core: ``[tokens, hidden]``, sorted by expert, weighted."""
     if hidden.dtype != torch.bfloat16 or hidden.size(0) == 0:  # what the kernel does not take
         result: tuple[torch.Tensor, None] = SequentialMLP.forward(experts, hidden, tokens_per_expert, probs)
         return result

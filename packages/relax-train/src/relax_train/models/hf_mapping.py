@@ -61,7 +61,7 @@ class Entry:
 
     @property
     def part(self) -> int:
-        """Which of the parts this rank holds."""
+        """Number of the part that this rank holds."""
         return self.group.rank() if self.group is not None else 0
 
     def full_shapes(self) -> list[torch.Size]:
@@ -216,7 +216,7 @@ class SafetensorsFolder:
         raise ValueError(f"{self.folder} has no tensor {name!r}; its weights and its config.json do not match")
 
     def shard(self, entry: Entry, name: str) -> torch.Tensor:
-        """This rank's part of one of the tensors of ``entry``; rows of a padded vocabulary are zero."""
+        """Cuts this rank's part out of one of the tensors of ``entry``; rows of a padded vocabulary are zero."""
         if entry.dim is None:
             return self.read(name)
         index = entry.names.index(name)

@@ -1,4 +1,4 @@
-"""What is optimised: advantages, clipped objective, KL terms, entropy, importance sampling."""
+"""Options of what is optimised: advantages, clipped objective, KL terms, entropy, importance sampling."""
 
 import dataclasses
 from typing import ClassVar, Literal

@@ -1,4 +1,4 @@
-"""How the samples of a rollout are divided into optimizer steps and micro-batches."""
+"""Options of the division of a rollout into optimizer steps and micro-batches."""
 
 import dataclasses
 from typing import ClassVar

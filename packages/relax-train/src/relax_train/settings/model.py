@@ -1,4 +1,4 @@
-"""Which model is trained, where its start weights come from, and the precision it computes in."""
+"""Options of the trained model: its start weights and the precision it computes in."""
 
 import dataclasses
 import json

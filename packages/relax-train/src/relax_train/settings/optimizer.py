@@ -1,4 +1,4 @@
-"""How the weights move: Adam and its learning-rate schedule."""
+"""Options of the optimizer: Adam and its learning-rate schedule."""
 
 import dataclasses
 from typing import ClassVar, Literal

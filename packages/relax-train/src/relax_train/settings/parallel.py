@@ -1,4 +1,4 @@
-"""How the model is spread over ranks, and what is recomputed or offloaded to save memory."""
+"""Options of how the model is spread over ranks, and of what is recomputed or offloaded to save memory."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -74,7 +74,7 @@ class ParallelSettings(Settings):
         return found
 
     def model_problems(self, hf_config: Mapping[str, Any], world_size: int) -> list[str]:
-        """What does not fit between these sizes, the model and the number of ranks.
+        """Lists what does not fit between these sizes, the model and the number of ranks.
 
         Args:
             hf_config: sizes of the model (:meth:`relax_train.models.shape.ModelShape.as_config`).

@@ -99,7 +99,7 @@ class ServerArgument:
 
     @property
     def flag(self) -> str:
-        """How users write it: ``--sglang-<name>``."""
+        """The spelling on the command line: ``--sglang-<name>``."""
         return f"--sglang-{self.name}"
 
     def parse(self, words: Sequence[str]) -> Any:
@@ -119,7 +119,7 @@ class ServerArgument:
         return values if self.many else values[0]
 
     def check(self, value: Any) -> str | None:
-        """What is wrong with an already typed value (of a configuration file), or None."""
+        """Says what is wrong with an already typed value (of a configuration file), or None."""
         if self.kind == "flag":
             return None if isinstance(value, bool) else f"{self.flag} must be true or false, not {value!r}"
         if isinstance(value, list | tuple):
@@ -129,7 +129,7 @@ class ServerArgument:
         return self.check_one(value)
 
     def check_one(self, value: Any) -> str | None:
-        """What is wrong with a single value, or None."""
+        """Says what is wrong with a single value, or None."""
         if isinstance(value, bool) or not isinstance(value, str | int | float | dict):
             return f"{self.flag} takes {_KINDS[self.kind]}, not {value!r}"
         try:
@@ -207,7 +207,7 @@ def _owner(key: str) -> str | None:
 
 
 def problems(extra: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the pass-through options, one message each."""
+    """Lists what is wrong with the pass-through options, one message each."""
     found: list[str] = []
     seen: dict[str, str] = {}
     for name, value in extra.items():

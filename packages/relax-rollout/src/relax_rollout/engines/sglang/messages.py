@@ -36,7 +36,7 @@ class ResponseBuilder:
 
     @property
     def last_weights(self) -> WeightStatus:
-        """What the engine called its weights in the latest answer."""
+        """State of the weights that the latest answer names."""
         return self._last
 
     def add(self, answer: Mapping[str, Any]) -> None:

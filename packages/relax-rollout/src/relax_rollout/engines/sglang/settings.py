@@ -10,7 +10,7 @@ from relax_rollout.engines.sglang import arguments
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGLangSettings(Settings):
-    """How the inference engines run."""
+    """Options of the inference engines."""
 
     TITLE: ClassVar[str] = "Rollout engine (SGLang)"
 

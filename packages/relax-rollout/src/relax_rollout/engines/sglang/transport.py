@@ -213,7 +213,7 @@ class StreamedAnswer:
 
 
 def _encoded(body: Any) -> tuple[bytes | StreamedBody | None, dict[str, str]]:
-    """What to send, and the headers that say so."""
+    """Encodes a body; gives what to send and the headers that say so."""
     if body is None:
         return None, {}
     headers = {"content-type": "application/json"}

@@ -1,4 +1,4 @@
-"""What an engine says about its weights: a version, or why they are not whole.
+"""State of an engine's weights, as the engine tells it: a version, or why they are not whole.
 
 SGLang keeps one text beside the weights and returns it with every response. While a push runs, and after one that
 failed, that text is a marker instead of a number. So every client in every process sees that the engine holds a

@@ -73,7 +73,7 @@ def update_body(bucket: Bucket, handles: Sequence[IpcHandle] | None) -> UpdateBo
 
 
 def _metadata(bucket: Bucket) -> list[types.SimpleNamespace]:
-    """Where each tensor lies, with attributes as SGLang reads them; its ``numel`` counts bytes."""
+    """Lists where each tensor lies, with attributes as SGLang reads them; its ``numel`` counts bytes."""
     dtype, size = getattr(torch, bucket.dtype), bucket.flat.element_size()
     places = zip(bucket.names, bucket.shapes, bucket.offsets, bucket.numels, strict=True)
     return [

@@ -1,4 +1,4 @@
-"""What an architecture is: one record, read by the plan, the checks, the trainer, the costs and the export.
+"""The record of an architecture, which is read by the plan, the checks, the trainer, the costs and the export.
 
 :class:`Architecture` has the answers of the plainest decoder as its defaults: RMSNorm before attention and MLP, rotary
 embedding, grouped-query attention, a gated MLP, no biases, and the tensor names that Llama's checkpoints brought in.
@@ -165,7 +165,7 @@ class Architecture:
         return (ATTENTION_NORM, *self.attention, MLP_NORM, *mlp)
 
     def problems(self, config: Config) -> list[str]:
-        """What a configuration asks for that is not built, each with its key and what to do."""
+        """Lists what a configuration asks for that is not built, each with its key and what to do."""
         found = []
         if (act := config.get("hidden_act", "silu")) not in self.activations:
             found.append(f"hidden_act {act!r} is not supported; only {' and '.join(self.activations)} is")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from relax_data.types import ROW_COLUMNS, BatchRows, StepManifest, TrainBatch
 from relax_train import settings as s
-from relax_train.rows import fetch_rows, whole_batch
+from relax_train.rows import fetch_rows
 
 N = 12
 
@@ -99,7 +99,7 @@ def test_a_row_of_another_length_names_its_sample() -> None:
 
 def test_a_selection_keeps_rows_with_their_samples(tmp_path: Path) -> None:
     batch = make_batch()
-    part = whole_batch(batch).select([5, 2])
+    part = fetch_rows(StepManifest.of(batch), BatchRows(batch), range(N)).select([5, 2])
     assert part.names == ["row:5", "row:2"]
     np.testing.assert_array_equal(part.tokens[0], batch.tokens[5])
     np.testing.assert_array_equal(part.loss_masks[1], batch.loss_masks[2])

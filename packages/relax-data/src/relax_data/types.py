@@ -112,11 +112,6 @@ class Sample:
         return f"{self.prompt.source} response {self.index}"
 
     @property
-    def total_length(self) -> int:
-        """Prompt plus response, tokens."""
-        return len(self.prompt.input_ids) + len(self.tokens)
-
-    @property
     def oldest_version(self) -> WeightVersion | None:
         """Oldest policy version among its tokens; None before the first token."""
         return min(self.versions) if self.versions else None

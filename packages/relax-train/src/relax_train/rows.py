@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from relax_data.types import BatchRows, RowSource, StepManifest, TrainBatch
+from relax_data.types import RowSource, StepManifest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +85,3 @@ def fetch_rows(manifest: StepManifest, rows: RowSource, own: Sequence[int]) -> R
                     "the rows belong to another rollout, or the generate function gave columns of different lengths"
                 )
     return RankBatch(manifest, **{name: dict(zip(own, values, strict=True)) for name, values in columns.items()})
-
-
-def whole_batch(batch: TrainBatch) -> RankBatch:
-    """A batch of which every row is at hand."""
-    return fetch_rows(StepManifest.of(batch), BatchRows(batch), range(len(batch)))

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import socket
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -144,17 +143,11 @@ class TrainActor:
         """
         return self._ready.train(manifest, rows.for_rank(self._rank), version=version)
 
-    def push_weights(self, version: int) -> dict[str, float]:
-        """Sends the current weights to all engines as ``version``.
-
-        Returns:
-            ``{"seconds", "bytes"}`` of this rank.
-        """
-        start = time.perf_counter()
+    def push_weights(self, version: int) -> None:
+        """Sends the current weights to all engines as ``version``."""
         buckets = self._ready.weight_buckets(self._config.train.model.update_weight_buffer_size)
         assert self._transport is not None, "the engines are known before weights are sent"
-        sent = self._transport.push(buckets, version).bytes
-        return {"seconds": time.perf_counter() - start, "bytes": float(sent)}
+        self._transport.push(buckets, version)
 
     def save(self, directory: str, rollout_id: int, extra: dict[str, Any]) -> None:
         """Writes a checkpoint of the rollout, with the driver's state in ``extra``."""

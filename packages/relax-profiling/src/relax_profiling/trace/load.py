@@ -145,11 +145,6 @@ class Trace:
             return str(devices[0].get("name", "")) or None
         return None
 
-    @property
-    def has_shapes(self) -> bool:
-        """Whether input shapes were recorded."""
-        return bool(self.meta.get("record_shapes") or self.meta.get("with_flops"))
-
     def clock_and_collectives(self) -> "Trace":
         """The part that comparing several traces needs, so that the rest need not be kept."""
         slim = Trace(self.path)

@@ -76,11 +76,6 @@ class Optimizer:
             self.scheduler.step(increment=1)
         return StepResult(grad_norm=norm, lr=lr)
 
-    def reload_weights(self) -> None:
-        """Takes the model's weights as the new master weights; after anything else than a step has changed them."""
-        with DeviceContext(), torch.no_grad():
-            self.megatron.reload_model_params()
-
     def remember_options(self) -> None:
         """Notes the options of all parameter groups, which a load would replace."""
         self._options = [
@@ -108,7 +103,7 @@ class Optimizer:
 def build_optimizer(settings: TrainSettings, model: Model, *, total_steps: int | None = None) -> Optimizer:
     """Makes the optimizer of ``model`` and sets the schedule's hooks on ``model.config``.
 
-    Weights should be loaded before; after a later change call :meth:`Optimizer.reload_weights`.
+    The weights must be loaded before: the optimizer keeps master weights of its own.
 
     Args:
         total_steps: optimizer steps of the run, the end of the decay unless ``--lr-decay-iters`` is given.

@@ -246,7 +246,8 @@ def load_hf_weights(model: Model, folder: str | None = None) -> None:
     """Copies the weights of a Hugging Face folder into this rank's part of the model.
 
     Each rank reads its own parts of the tensors of its own layers, one parameter at a time, so that beside the model
-    there is never more on the host than one parameter. After the optimizer was built call its ``reload_weights``.
+    there is never more on the host than one parameter. To be
+    called before the optimizer is built, which keeps master weights of its own.
 
     Args:
         folder: default the folder the model was built from.

@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from relax_data.hooks import load_function
 from relax_data.prompts.ledger import LedgerError, PromptState
 from relax_data.serialization import check_format
 from relax_data.types import Prompt, SampleGroup, SampleStatus
-from relax_rollout.hooks import load_function
 from relax_rollout.loop.context import RolloutContext
 from relax_rollout.loop.rollout_loop import RolloutLoop
 from relax_rollout.settings import RolloutSettings

@@ -1,4 +1,7 @@
-"""Errors that speak to the user about their data, and errors of others as text."""
+"""Errors that speak to the user about their data, errors of others as text, and hints for misspelt names."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class DataError(ValueError):
@@ -12,3 +15,9 @@ def describe(error: BaseException) -> str:
     except Exception as e:
         text = f"(its message cannot be shown: {type(e).__name__})"
     return f"{type(error).__name__}: {text}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``; did you mean 'NAME'?`` with the known name that is nearest to ``name``; empty when none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,7 +1,6 @@
 """Functions of the user, named as ``module:function`` on the command line."""
 
 import ast
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -10,7 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from relax_data.errors import describe
+from relax_data.errors import describe, did_you_mean
 
 
 def hook_problem(flag: str, path: str) -> str | None:
@@ -71,8 +70,7 @@ def _text_problem(flag: str, path: str, file: Path) -> str | None:
 def _no_function(flag: str, path: str, known: Collection[str]) -> str:
     module, _, name = path.rpartition(":")
     public = sorted(n for n in known if not n.startswith("_"))
-    near = difflib.get_close_matches(name, public, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(public[:10]) or 'no function'}"
+    hint = did_you_mean(name, public) or f"; it has {', '.join(public[:10]) or 'no function'}"
     return f"{flag} {path!r}: {module} has no function {name!r}{hint}"
 
 

@@ -18,7 +18,7 @@ Annotations that the command line understands: ``bool``, ``int``, ``float``, ``s
 import dataclasses
 import math
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 LARGEST_COUNT = 2**31 - 1
@@ -166,6 +166,12 @@ class Settings:
                 if (expected := allowed.expected(value)) is not None:
                     found.append(f"{flag(field.name)} must be {expected}, not {value}")
         return found
+
+
+def functions_help(table: Mapping[str, Callable[..., Any]]) -> str:
+    """Name and first line of the docstring of every function of a table, for the help of an option that picks one."""
+    lines = ((name, (function.__doc__ or "").strip().partition("\n")[0]) for name, function in table.items())
+    return " ".join(f"{name}: {line}" for name, line in lines)
 
 
 def flag(field_name: str) -> str:

@@ -4,10 +4,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from relax_data.hooks import is_async, load_function
 from relax_data.types import SampleGroup, equal_rewards
 
 from relax_rollout.errors import describe, shown
-from relax_rollout.hooks import is_async, load_function
 
 FilterResult = bool | tuple[bool, str]
 GroupFilter = Callable[[SampleGroup], FilterResult]

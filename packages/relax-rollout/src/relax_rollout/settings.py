@@ -3,11 +3,11 @@
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from relax_data.options import LARGEST_COEFFICIENT, LARGEST_COUNT, Settings, flag, option, url_problem
+from relax_data.hooks import hook_problem
+from relax_data.options import LARGEST_COEFFICIENT, LARGEST_COUNT, Settings, flag, functions_help, option, url_problem
 
 from relax_rollout.engines.sglang.settings import SGLangSettings
-from relax_rollout.hooks import hook_problem
-from relax_rollout.rewards.registry import REWARDS, rewards_help
+from relax_rollout.rewards.registry import REWARDS
 
 if TYPE_CHECKING:
     RewardType = str
@@ -135,7 +135,7 @@ class RewardSettings(Settings):
 
     TITLE: ClassVar[str] = "Reward"
 
-    rm_type: RewardType | None = option(None, rewards_help())  # noqa: RUF009 (option makes a field)
+    rm_type: RewardType | None = option(None, functions_help(REWARDS))  # noqa: RUF009 (option makes a field)
     custom_rm_path: str | None = option(
         None,
         "module:function(sample) -> float or dict, plain or async; with --group-rm it gets the list of the samples of "

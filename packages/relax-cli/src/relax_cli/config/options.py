@@ -71,6 +71,6 @@ def part_class(cls: type, field: str) -> type | None:
 
 
 def _is_settings(hint: Any) -> bool:
-    return isinstance(hint, type) and (
-        hasattr(hint, "TITLE") or (dataclasses.is_dataclass(hint) and hint.__name__ == "TrainSettings")
-    )
+    from relax_train.settings import TrainSettings
+
+    return isinstance(hint, type) and (hasattr(hint, "TITLE") or hint is TrainSettings)

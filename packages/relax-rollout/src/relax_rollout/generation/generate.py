@@ -5,13 +5,13 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
+from relax_data.hooks import load_function
 from relax_data.types import Prompt, Sample, SampleStatus, WeightVersion
 
 from relax_rollout.concurrency import guarded
 from relax_rollout.engines.base import EngineDied, GenerateRequest, SamplingParams
 from relax_rollout.engines.router import EngineRouter
 from relax_rollout.errors import describe
-from relax_rollout.hooks import load_function
 from relax_rollout.settings import EvalSettings, RolloutSettings
 
 FinishReason = Literal["stop", "length", "abort"]

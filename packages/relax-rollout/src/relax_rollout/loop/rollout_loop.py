@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from relax_data.hooks import load_function
 from relax_data.prompts.ledger import PromptLedger, PromptState
 from relax_data.prompts.source import PromptSource
 from relax_data.serialization import STATE_FORMAT, check_format
@@ -14,7 +15,6 @@ from relax_rollout.engines.base import Engine
 from relax_rollout.engines.router import EngineRouter
 from relax_rollout.filters import GroupFilter, load_filter
 from relax_rollout.generation.generate import GenerationContext, load_generate_function, sampling_params
-from relax_rollout.hooks import load_function
 from relax_rollout.loop.context import (
     DroppedPrompt,
     ProgressCallback,

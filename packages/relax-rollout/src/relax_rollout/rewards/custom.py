@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from relax_data.hooks import is_async, load_function
 from relax_data.types import Sample
 
 from relax_rollout.concurrency import in_thread
-from relax_rollout.hooks import is_async, load_function
 from relax_rollout.rewards.base import Reward
 
 

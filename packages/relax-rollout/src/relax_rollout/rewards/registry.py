@@ -44,9 +44,3 @@ def math(settings: RewardOptions) -> "Reward":
 
 REWARDS: dict[str, RewardBuilder] = {"exact-match": exact_match, "math": math}
 """By the name for ``--rm-type``: what builds the reward."""
-
-
-def rewards_help() -> str:
-    """Name and first line of the docstring of every reward type, for ``--help``."""
-    lines = ((name, (builder.__doc__ or "").strip().partition("\n")[0]) for name, builder in REWARDS.items())
-    return " ".join(f"{name}: {line}" for name, line in lines)

@@ -116,6 +116,17 @@ def _groups(group_ids: ArrayLike) -> Iterator[NDArray[np.int64]]:
     yield from np.split(order, np.flatnonzero(np.diff(ids[order])) + 1)
 
 
+def _within_groups(compare: Callable[[Floats], Floats], rewards: ArrayLike, group_ids: ArrayLike) -> Floats:
+    """``compare`` of the rewards of each group; exactly 0 in a group of one and in one of equal rewards."""
+    values = np.asarray(rewards, dtype=np.float64)
+    result = np.zeros_like(values)
+    for members in _groups(group_ids) if len(values) else ():
+        of_group = values[members]
+        if not equal_rewards(of_group):
+            result[members] = compare(of_group)
+    return result
+
+
 def group_normalized(rewards: ArrayLike, group_ids: ArrayLike, *, divide_by_std: bool = True) -> Floats:
     """Rewards of each sample relative to its group: ``(r_i - mean(r)) / std(r)``, or ``r_i - mean(r)``.
 
@@ -131,14 +142,12 @@ def group_normalized(rewards: ArrayLike, group_ids: ArrayLike, *, divide_by_std:
     Returns:
         float64 ``[n]``.
     """
-    values = np.asarray(rewards, dtype=np.float64)
-    result = np.zeros_like(values)
-    for members in _groups(group_ids) if len(values) else ():
-        r = values[members]
-        if not equal_rewards(r):
-            centred = r - r.mean()
-            result[members] = centred / (r.std(ddof=1) + STD_FLOOR) if divide_by_std else centred
-    return result
+
+    def normalized(r: Floats) -> Floats:
+        centred: Floats = r - r.mean()
+        return centred / (r.std(ddof=1) + STD_FLOOR) if divide_by_std else centred
+
+    return _within_groups(normalized, rewards, group_ids)
 
 
 def leave_one_out(rewards: ArrayLike, group_ids: ArrayLike) -> Floats:
@@ -151,13 +160,7 @@ def leave_one_out(rewards: ArrayLike, group_ids: ArrayLike) -> Floats:
     Returns:
         float64 ``[n]``.
     """
-    values = np.asarray(rewards, dtype=np.float64)
-    result = np.zeros_like(values)
-    for members in _groups(group_ids) if len(values) else ():
-        r = values[members]
-        if not equal_rewards(r):
-            result[members] = r - (r.sum() - r) / (len(r) - 1)
-    return result
+    return _within_groups(lambda r: r - (r.sum() - r) / (len(r) - 1), rewards, group_ids)
 
 
 def whitened(advantages: Sequence[Floats], masks: Sequence[np.ndarray], all_reduce: AllReduce = alone) -> list[Floats]:

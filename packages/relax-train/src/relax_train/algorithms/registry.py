@@ -8,15 +8,14 @@ is taken in place of a name.
 
 import contextlib
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from relax_data.errors import describe
+from relax_data.errors import describe, did_you_mean
 from relax_data.hooks import hook_problem, is_async, load_function
-from relax_data.options import LARGEST_FLOAT
+from relax_data.options import LARGEST_FLOAT, functions_help
 
 from relax_train.algorithms import estimators, surrogates
 from relax_train.algorithms.estimators import AdvantageInputs
@@ -90,9 +89,8 @@ def names_with(fact: str) -> str:
 
 
 def table_help(table: Mapping[str, Estimator | Loss]) -> str:
-    """Name and first line of the docstring of every entry, and how a user names an own function; for ``--help``."""
-    lines = ((name, (entry.function.__doc__ or "").strip().partition("\n")[0]) for name, entry in table.items())
-    return " ".join(f"{name}: {line}" for name, line in lines)
+    """Name and first line of the docstring of every entry, for ``--help``."""
+    return functions_help({name: entry.function for name, entry in table.items()})
 
 
 def choice_problem(flag: str, name: str, table: Iterable[str]) -> str | None:
@@ -111,9 +109,8 @@ def choice_problem(flag: str, name: str, table: Iterable[str]) -> str | None:
         return None
     if ":" in name:
         return hook_problem(flag, name)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{flag} {name!r} is none of {', '.join(known)}, nor of the form module:function{hint}"
+    others = f"is none of {', '.join(known)}, nor of the form module:function"
+    return f"{flag} {name!r} {others}{did_you_mean(name, known)}"
 
 
 def load_estimator(name: str) -> Estimator:

@@ -254,3 +254,57 @@ def test_what_workers_and_controllers_return_has_a_type() -> None:
         if function.returns is not None and ast.unparse(function.returns) == "Any"
     ]
     assert found == []
+
+
+# ---------------------------------------------------------------------- names in texts
+
+ROLE = re.compile(r":(?:func|class|mod|meth|attr|data|exc):`~?([\w.]+)`")
+DOTTED = re.compile(r"\brelax_(?:cli|data|profiling|rollout|train)(?:\.\w+)+")
+
+
+def bound_names(body: list[ast.stmt], owner: str = "") -> Iterator[str]:
+    """Names that a module or class binds: imports, functions, classes and their members, constants, ``self.name``."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (owner + (alias.asname or alias.name) for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (owner + n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name))
+        elif isinstance(node, ast.If | ast.Try):
+            yield from bound_names([*node.body, *node.orelse], owner)
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield owner + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from bound_names(node.body, f"{owner}{node.name}.")
+            elif owner:
+                stored = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+                yield from (owner + n.attr for n in stored)
+
+
+def is_there(name: str, names: dict[str, set[str]]) -> bool:
+    """Whether a dotted name is a module, or is bound in one, or is a member of a class that a module re-exports."""
+    parts = name.split(".")
+    for i in range(len(parts), 0, -1):
+        if (module := ".".join(parts[:i])) in names:
+            rest = ".".join(parts[i:])
+            exported = rest.partition(".")[0] in names[module] and any(rest in bound for bound in names.values())
+            return not rest or rest in names[module] or exported
+    return False
+
+
+def test_every_name_in_a_text_exists() -> None:
+    """References of docstrings, and names of ours in them, in comments and in pages: code moves, texts stay behind."""
+    files = source_files()
+    names = {module: set(bound_names(tree_of(file).body)) for module, file in files.items()}
+    missing = []
+    for module, file in files.items():
+        text = file.read_text(encoding="utf-8")
+        own = names[module] | {name.partition(".")[2] for name in names[module]}
+        missing += [f"{module}: {n}" for n in ROLE.findall(text) if n not in own and not is_there(n, names)]
+        missing += [f"{module}: {n}" for n in DOTTED.findall(text) if not is_there(n, names)]
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("packages/*/README.md"), *ROOT.glob("docs/*.md")]:
+        found = DOTTED.findall(page.read_text(encoding="utf-8"))
+        missing += [f"{page.relative_to(ROOT)}: {n}" for n in found if not is_there(n, names)]
+    assert sorted(set(missing)) == []
+    assert not is_there("relax_data.nothing", names)
+    assert not is_there("relax_data.types.Sample.nothing", names)

@@ -132,7 +132,7 @@ class Schedule:
         self.seen: Counter[str] = Counter()
         self.loop = self.make()
 
-    def settle(self) -> None:
+    def book_returned(self) -> None:
         if not self.trains:
             self.books.reasons["generated only"] += len(self.books.of("assigned"))
         self.books.move("assigned", "trained" if self.trains else "dropped")
@@ -140,7 +140,7 @@ class Schedule:
     def save(self) -> None:
         """What a checkpoint of this moment has to give back."""
         text = json.dumps(self.loop.state_dict())
-        self.settle()
+        self.book_returned()
         books = copy.deepcopy(self.books)
         books.move("out", "partial")
         self.saved = text, books
@@ -253,7 +253,7 @@ class Schedule:
     # ------------------------------------------------------------------ between rollouts
 
     async def rollout(self, rollout_id: int) -> None:
-        self.settle()
+        self.book_returned()
         task = asyncio.ensure_future(self.loop.generate(rollout_id, 0))
         (result,) = await asyncio.gather(task, return_exceptions=True)
         self.books.move("out", "partial")
@@ -279,10 +279,10 @@ class Schedule:
         for rollout_id in range(self.draw.randint(1, 6)):
             await self.rollout(rollout_id)
             self.check()
-            match self.draw.choice(["", "", "settle", "save", "load"]):
-                case "settle":
-                    self.loop.settle()
-                    self.settle()
+            match self.draw.choice(["", "", "book", "save", "load"]):
+                case "book":
+                    self.loop.book_returned()
+                    self.book_returned()
                 case "save":
                     self.save()
                 case "load" if self.saved is not None:
@@ -299,7 +299,7 @@ class Schedule:
             return [g for g in groups if rollout.keep(g)]
 
         text = json.dumps(self.loop.state_dict())
-        self.settle()
+        self.book_returned()
         self.collect = everything  # type: ignore[method-assign]
         self.loop = self.make()
         self.loop.load_state_dict(json.loads(text))
@@ -310,7 +310,7 @@ class Schedule:
         assert set(ids(result.groups)) == set(rest) - unlucky
         assert {d.prompt_id for d in result.dropped} == set(self.books.untold) | unlucky
         assert self.loop.exhausted
-        self.loop.settle()
+        self.loop.book_returned()
         self.loop.ledger.check(self.total)
         assert self.loop.ledger.groups() == []
 
@@ -371,10 +371,10 @@ async def test_what_is_only_generated_is_not_booked_as_trained(make_loop: MakeLo
     loop = make_loop(collect, 4, trains=False)
     await loop.generate(0, 0)
     assert loop.ledger.state_of(0) is PromptState.ASSIGNED
-    loop.settle()
+    loop.book_returned()
     assert loop.ledger.counts()["dropped/generated only"] == 2
     assert loop.ledger.trained == 0
-    loop.settle()
+    loop.book_returned()
     assert loop.ledger.dropped.total() == 2
 
 

@@ -136,8 +136,8 @@ class RolloutLoop:
     async def generate(self, rollout_id: int, version: WeightVersion) -> RolloutResult:
         """Collects the groups of one rollout, and assigns them to the training step that follows.
 
-        What the rollout before returned is settled first (:meth:`settle`). When it raises or is cancelled, all its
-        prompts wait for the next rollout and no request is left running, so that it may be called again.
+        What the rollout before returned is booked first (:meth:`book_returned`). When it raises or is cancelled, all
+        its prompts wait for the next rollout and no request is left running, so that it may be called again.
 
         Args:
             rollout_id: absolute id, for messages and request ids.
@@ -150,7 +150,7 @@ class RolloutLoop:
             TimeoutError: an engine does not abort, or nothing moves any more.
         """
         assert not self._busy, "one rollout of a loop at a time"
-        self.settle()
+        self.book_returned()
         timer = PhaseTimer()
         router = EngineRouter(self.engines, self._concurrency, timer)
         rollout = self._start(rollout_id, version, router, timer)
@@ -176,7 +176,7 @@ class RolloutLoop:
         metrics["rollout/interrupted_max"] = float(max((s.aborted_count for s in open_samples), default=0))
         return RolloutResult(groups=groups, metrics=metrics, dropped=dropped)
 
-    def settle(self) -> None:
+    def book_returned(self) -> None:
         """Books what the last rollout returned: by now the trainer has it. Does nothing when that is booked already."""
         returned = [g.prompt.prompt_id for g in self.ledger.assigned]
         if returned and self._trains:
@@ -187,10 +187,10 @@ class RolloutLoop:
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: the source's cursor, the ledger with its open groups, and drops that no result has told yet.
 
-        What the last rollout returned is settled first: a checkpoint is taken after the training step. May be called
+        What the last rollout returned is booked first: a checkpoint is taken after the training step. May be called
         while a rollout runs: its groups are written as if it were interrupted now.
         """
-        self.settle()
+        self.book_returned()
         return {
             "format": STATE_FORMAT,
             "source": self._source.state_dict(),

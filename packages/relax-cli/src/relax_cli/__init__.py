@@ -1,1 +1,4 @@
-"""`relax`: the front door."""
+"""``relax train``, ``relax doctor`` and ``relax report``: options, checks, the cluster, and the controller of a run.
+
+Door: :func:`relax_cli.main.main`.
+"""

@@ -1,7 +1,7 @@
 """Profilers for SGLang servers and torch training loops, and a report that says what to change.
 
-:func:`analyze` is the door to the report, :mod:`relax_profiling.recorders` holds what records. Importing the package
-imports neither torch nor the readers.
+Doors: :func:`analyze` for the report, :mod:`relax_profiling.recorders` for recording. Importing the package imports
+neither torch nor the readers.
 """
 
 import os

@@ -209,7 +209,7 @@ class Trainer:
     def train(
         self, samples: TrainBatch | StepManifest, rows: RowSource | None = None, *, version: int
     ) -> dict[str, float]:
-        """All optimizer steps on one rollout.
+        """Takes all optimizer steps on one rollout.
 
         Args:
             samples: the whole rollout, the same on every rank: its manifest, or the batch itself.
@@ -241,12 +241,14 @@ class Trainer:
         needs_old = len(steps) > 1 or settings.algorithm.kl_coef != 0 or self._always_log_probs
         check_samples(manifest, settings.batch, forward_backward.split)
         plans = [forward_backward.plan(manifest.select(indices), forward_only=False) for indices in steps]
-        mine = sorted(indices[i] for indices, plan in zip(steps, plans, strict=True) for row in plan for i in row)
+        mine = sorted(
+            indices[i] for indices, plan in zip(steps, plans, strict=True) for members in plan for i in members
+        )
         forward_plan: Plan | None = None
         if needs_old or self._reference is not None:
             forward_plan = forward_backward.plan(manifest, forward_only=True)
         with timer.phase("fetch"):
-            batch = fetch_rows(manifest, rows, sorted({*mine, *(i for row in forward_plan or () for i in row)}))
+            batch = fetch_rows(manifest, rows, sorted({*mine, *(i for members in forward_plan or () for i in members)}))
         old = ref = None
         with self._observer.phase("train_log_probs", offset):
             if self._reference is not None:

@@ -1,4 +1,7 @@
-"""Settings of the trainer: one field is one flag of ``relax train``. Importing them needs no torch."""
+"""Settings of the trainer: one field is one flag of ``relax train``. Importing them needs no torch.
+
+Door: :class:`TrainSettings`, which has one field a file of this folder.
+"""
 
 import dataclasses
 

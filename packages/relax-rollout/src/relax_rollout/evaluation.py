@@ -67,13 +67,8 @@ async def evaluate(  # noqa: PLR0913  # the parts of a rollout, by name
         version=version,
         label="eval",
     )
-    runner = GroupRunner(
-        router,
-        context,
-        generate=load_generate_function(rollout.custom_generate_function_path),
-        reward=reward,
-        timer=timer,
-    )
+    generate = load_generate_function(rollout.custom_generate_function_path)
+    runner = GroupRunner(router, context, generate=generate, reward=reward, timer=timer)
     groups = {
         name: [SampleGroup.start(p, settings.n_samples_per_eval_prompt) for p in prompts]
         for name, prompts in datasets.items()

@@ -124,6 +124,11 @@ def setup_parallel(
             distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return _state_of_rank(rank, world, local_rank, device, timeout)
+
+
+def _state_of_rank(rank: int, world: int, local_rank: int, device: torch.device, timeout: timedelta) -> ParallelState:
+    """Asks megatron for the place of this rank. Collective: makes a group for CPU tensors."""
     ps = parallel_state
     everyone = dist.group.WORLD
     assert everyone is not None, "torch.distributed was set up above"

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class Lengths(Protocol):
-    """What planning needs of ``n`` samples: a manifest, or a batch of any kind."""
+    """Facts about ``n`` samples that planning needs: a manifest, or a batch of any kind."""
 
     @property
     def names(self) -> list[str]:
-        """How messages call each sample."""
+        """Name of each sample in messages."""
         ...
 
     @property
@@ -58,7 +58,7 @@ Values = Sequence[np.ndarray] | Mapping[int, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split:
-    """How micro-batches are divided over ranks.
+    """Division of micro-batches over ranks.
 
     Attributes:
         dp_size: data-parallel ranks: each gets other samples.
@@ -212,7 +212,7 @@ def check_samples(batch: Lengths, settings: BatchSettings, split: Split, *, forw
 def plan_micro_batches(
     batch: Lengths, settings: BatchSettings, split: Split, *, forward_only: bool = False
 ) -> list[list[list[int]]]:
-    """Which samples share a forward pass.
+    """Plans which samples share a forward pass.
 
     Args:
         batch: the samples of one optimizer step, or of a rollout for a forward-only pass.

@@ -35,8 +35,8 @@ def pack(
         max_tokens: hard cap of a micro-batch.
         dp_size: number of data-parallel ranks.
         multiple_of: the number of micro-batches a rank is a multiple of this (pipeline parallelism).
-        cost: what is evened out over rounds and ranks: a function of the lengths (:class:`CostModel`), or one number a
-            sample. None is the number of tokens.
+        cost: what is evened out over rounds and ranks: a function of the lengths, such as
+            :class:`relax_data.packing.costs.CostModel`, or one number a sample. None is the number of tokens.
         lock_step: the ranks meet in every micro-batch (experts over the data-parallel ranks, sharded parameters), so
             that only rounds count: ranks are evened only as far as no round gets slower. Without it the ranks' sums are
             evened as well, at the expense of rounds where a single long sample forces them apart.

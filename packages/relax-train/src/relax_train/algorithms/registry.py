@@ -201,7 +201,7 @@ def _told(flag: str, name: str) -> Iterator[None]:
 
 
 def _read_only(inputs: AdvantageInputs) -> AdvantageInputs:
-    """The same numbers, in arrays that cannot be written: they are those that the trainer goes on with."""
+    """Gives arrays with these numbers that cannot be written: the trainer goes on with the numbers."""
 
     def view(array: np.ndarray) -> np.ndarray:
         seen = array.view()
@@ -220,7 +220,7 @@ def _read_only(inputs: AdvantageInputs) -> AdvantageInputs:
 
 
 def _checked_objective(name: str, inputs: LossInputs, found: Any) -> Objective:
-    """What a user's loss returned, if it is what it must be.
+    """Gives what a user's loss returned, if it is what it must be.
 
     Raises:
         ValueError: it is not; the message says what of it.

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from relax_train.checkpoint import manifest
+from relax_train.checkpoint.folders import set_latest
 
 QWEN3_4B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -117,3 +119,28 @@ def model() -> list[str]:
 def start(model: list[str]) -> list[str]:
     """Options that are enough for a real start."""
     return [*model, "--num-rollout", "2", "--rm-type", "exact-match", "--n-samples-per-prompt", "4"]
+
+
+@pytest.fixture
+def checkpoint(workspace: Path) -> Path:
+    """A checkpoint of the small model on CPU, as far as a plan looks at it."""
+    folder = workspace / "checkpoints" / "rollout_4"
+    folder.mkdir(parents=True)
+    sizes = dict.fromkeys(
+        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"), 1
+    )
+    content = {
+        "format": manifest.FORMAT,
+        "rollout_id": 4,
+        "world_size": 1,
+        "layout": {**sizes, "context_parallel_size": 1, "data_parallel_size": 1, "expert_tensor_parallel_size": 1},
+        "dtype": "float32",
+        "model": manifest.architecture(json.loads((workspace / "small" / "config.json").read_text())),
+        "scheduler": {"num_steps": 5},
+        "extra": {"rollout": None},
+    }
+    (folder / manifest.MANIFEST).write_text(json.dumps(content))
+    (folder / "__0_0.distcp").write_bytes(bytes(100))
+    manifest.record_files(folder)
+    set_latest(folder.parent, folder.name)
+    return folder

@@ -11,7 +11,6 @@ from command_words import changed
 from relax_cli.config.resolution import resolve
 from relax_cli.config.run_config import ConfigError
 from relax_train.checkpoint import manifest
-from relax_train.checkpoint.folders import set_latest
 
 WeightStatus = Callable[[dict[str, list[int]]], bytes]
 
@@ -219,31 +218,6 @@ def test_a_run_directory_that_cannot_be_made(workspace: Path, start: list[str]) 
 
 
 # ---------------------------------------------------------------------- what is resumed from
-
-
-@pytest.fixture
-def checkpoint(workspace: Path) -> Path:
-    """A checkpoint of the small model on CPU, as far as a plan looks at it."""
-    folder = workspace / "checkpoints" / "rollout_4"
-    folder.mkdir(parents=True)
-    sizes = dict.fromkeys(
-        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"), 1
-    )
-    content = {
-        "format": manifest.FORMAT,
-        "rollout_id": 4,
-        "world_size": 1,
-        "layout": {**sizes, "context_parallel_size": 1, "data_parallel_size": 1, "expert_tensor_parallel_size": 1},
-        "dtype": "float32",
-        "model": manifest.architecture(json.loads((workspace / "small" / "config.json").read_text())),
-        "scheduler": {"num_steps": 5},
-        "extra": {"rollout": None},
-    }
-    (folder / manifest.MANIFEST).write_text(json.dumps(content))
-    (folder / "__0_0.distcp").write_bytes(bytes(100))
-    manifest.record_files(folder)
-    set_latest(folder.parent, folder.name)
-    return folder
 
 
 def edit(**changes: Any) -> Callable[[Path], None]:

@@ -214,8 +214,25 @@ def test_images_are_planned_but_not_started(workspace: Path, start: list[str], m
 
 
 def test_debug_train_only_needs_no_reward_and_no_prompts(workspace: Path) -> None:
+    (workspace / "s0").touch()
     argv = ["--hf-checkpoint", "small", "--num-rollout", "1", "--n-samples-per-prompt", "2"]
     resolve([*argv, "--debug-train-only", "--load-debug-rollout-data", "s{rollout_id}"], {})
+
+
+def test_samples_that_are_not_there_are_missed_at_the_start(workspace: Path, checkpoint: Path) -> None:
+    for rollout in (0, 1, 5):
+        (workspace / f"s{rollout}").touch()
+    words = ["--hf-checkpoint", "small", "--n-samples-per-prompt", "2", "--debug-train-only"]
+    words += ["--load-debug-rollout-data", "s{rollout_id}"]
+    message = only([*words, "--num-rollout", "4"])
+    assert message.startswith(
+        f"the samples of rollout 2: there is no file {workspace / 's2'} (--load-debug-rollout-data)"
+    )
+    assert resolve([*words, "--num-rollout", "4", "--dry-run"], {}).notes == (message,)
+    resolve([*words, "--num-rollout", "6", "--start-rollout-id", "5"], {})
+    resumed = [*words, "--load", "checkpoints", "--save", "checkpoints"]  # of rollout 4
+    resolve([*resumed, "--num-rollout", "6"], {})
+    assert only([*resumed, "--num-rollout", "7"]).startswith("the samples of rollout 6: ")
 
 
 def test_gpus_that_this_machine_lacks(workspace: Path, start: list[str], gpus: Callable[[int], None]) -> None:

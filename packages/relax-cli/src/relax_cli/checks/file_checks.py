@@ -58,7 +58,28 @@ def file_needs(config: RunConfig) -> Problems:
     reference = config.train.model.ref_load
     if reference is not None and os.path.isfile(os.path.join(reference, "config.json")):
         found += _folder_needs("--ref-load", Path(reference), tokenizer=False)
-    return found + _unwritable(config)
+    return [*found, *_missing_samples(config), *_unwritable(config)]
+
+
+def _missing_samples(config: RunConfig) -> Problems:
+    """The first file of ``--load-debug-rollout-data`` that is not there; a run would meet it late."""
+    template, checkpoint = config.debug.load_debug_rollout_data, config.train.checkpoint
+    if template is None or config.debug.problems(config.given):  # what is wrong with it is said elsewhere
+        return []
+    first = checkpoint.start_rollout_id
+    if first is None:
+        loaded = None
+        with contextlib.suppress(CheckpointError):  # that is said elsewhere
+            loaded = manifest.find(Path(checkpoint.load)) if checkpoint.load is not None else None
+        first = 0 if loaded is None else loaded[1]["rollout_id"] + 1
+    for rollout in range(first, config.run.num_rollout or 0):
+        path = _of_rollout(template, rollout)
+        if not os.path.isfile(path):
+            return [
+                f"the samples of rollout {rollout}: there is no file {path} (--load-debug-rollout-data); write it with "
+                "--save-debug-rollout-data, or choose the rollouts that were saved (--start-rollout-id, --num-rollout)"
+            ]
+    return []
 
 
 def _folder_needs(option: str, folder: Path, *, tokenizer: bool) -> Problems:

@@ -1,9 +1,11 @@
 """The start of a local Ray: it is not silent, a process that dies is noticed, and one failure is forgiven."""
 
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -192,3 +194,24 @@ def test_a_raylet_that_dies_at_once_is_noticed_and_replaced() -> None:
     assert done.returncode == 0, done.stderr
     assert "its process raylet ended while it started" in lines[0]
     assert lines[1:] == ["answer 7", "left []"]
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_well_leaves_no_folder_of_ray_and_a_failed_one_its_logs() -> None:
+    code = (
+        "import sys\n"
+        "from relax_cli.cluster.ray_cluster import connected\n"
+        "with connected(None, min_cpus=1):\n"
+        "    import ray\n"
+        "    print(ray._private.worker._global_node.get_session_dir_path(), flush=True)\n"
+        "    if sys.argv[1] == 'fail':\n"
+        "        raise SystemExit(3)\n"
+    )
+    for how, expected in (("end", 0), ("fail", 3)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, how], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == expected, done.stderr
+        folder = Path(done.stdout.split()[-1])
+        assert folder.is_dir() is (how == "fail")
+        shutil.rmtree(folder, ignore_errors=True)

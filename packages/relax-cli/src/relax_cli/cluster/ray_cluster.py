@@ -6,9 +6,11 @@ Ray is imported inside the functions: ``relax train --help`` must not pay for it
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -56,10 +58,29 @@ def connected(address: str | None, *, min_cpus: int, note: Callable[[str], None]
         except BaseException:
             ray.shutdown()
             raise
+    session = _session_folder(ray) if address is None else None
     try:
         yield
     finally:
         ray.shutdown()
+    # Of a run that failed Ray's own logs stay: they may be what explains it.
+    if session is not None:
+        _remove_session(session)
+
+
+def _session_folder(ray: Any) -> Path | None:
+    """Folder of the logs and sockets of a local Ray."""
+    node = ray._private.worker._global_node
+    return None if node is None else Path(node.get_session_dir_path())
+
+
+def _remove_session(folder: Path) -> None:
+    """Removes the folder of a Ray that has ended, and the link that calls it the latest."""
+    latest = folder.with_name("session_latest")
+    with contextlib.suppress(OSError):
+        if latest.is_symlink() and latest.readlink().name == folder.name:
+            latest.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

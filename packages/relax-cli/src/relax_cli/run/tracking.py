@@ -187,7 +187,7 @@ def _row(line: str | bytes) -> dict[str, Any] | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """What :class:`JsonLinesTracker` wrote: a dict for each step, rising, with all metrics of it.
+    """Reads what :class:`JsonLinesTracker` wrote: a dict for each step, rising, with all metrics of it.
 
     Of several values of a metric the last one counts. A line cut short by a kill is left out.
     """

@@ -82,7 +82,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def kind(value: Any) -> str:
-    """What a value is, in the words of JSON."""
+    """Names the kind of a value in the words of JSON."""
     if value is None:
         return "null"
     names = {str: "a string", bool: "true or false", int: "a number", float: "a number", list: "a list"}

@@ -41,7 +41,7 @@ class FileSlice:
 
     @property
     def spelling(self) -> str:
-        """As the user writes it: ``path``, or ``path@[start:stop]``."""
+        """The address as the user writes it: ``path``, or ``path@[start:stop]``."""
         if self.start is None and self.stop is None:
             return self.path
         start, stop = ("" if x is None else str(x) for x in (self.start, self.stop))

@@ -141,7 +141,7 @@ class InflightGroups:
 
     @property
     def groups(self) -> list[SampleGroup]:
-        """What runs now."""
+        """The groups that run now."""
         return list(self._tasks.values())
 
     def submit(self, group: SampleGroup) -> None:

@@ -1,4 +1,4 @@
-"""How ``--rm-type math`` reads a label: whole, as a number, a formula or a text; never in part.
+"""Reads a label for ``--rm-type math``: whole, as a number, a formula or a text; never in part.
 
 math-verify is made for responses: in a text without marks it looks for the last number, so it would read ``2x+3`` as 2
 and ``12:30`` as 12. A label is the answer and nothing else, so here it is read whole, or it is an error.
@@ -230,7 +230,7 @@ def _named_commands(label: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last box with matching braces, or None."""
+    """Gives what stands in the last box with matching braces, or None."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

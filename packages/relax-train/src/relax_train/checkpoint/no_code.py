@@ -85,6 +85,6 @@ def data_only() -> Iterator[None]:
 
 
 def _numpy_arrays() -> list[Any]:
-    """What the pickle of an array of integers names: numpy's random state is one."""
+    """Names that the pickle of an array of integers holds: numpy's random state is one."""
     array = np.zeros(1, np.uint32)
     return [array.__reduce__()[0], np.ndarray, np.dtype, type(array.dtype)]

@@ -204,6 +204,13 @@ async def test_versions_and_server_info(engine: SGLangEngine) -> None:
     assert info["version"] == "0.5.17"
 
 
+async def test_profile_writes_a_trace(engine: SGLangEngine, tmp_path: Path) -> None:
+    await engine.start_profile(output_dir=str(tmp_path), activities=["CPU"], profile_id="p")
+    await engine.generate(request("a", 4, ignore_eos=True))
+    await engine.stop_profile()
+    assert [f.name for f in tmp_path.rglob("*.trace.json.gz")] == ["p-TP-0.trace.json.gz"]
+
+
 async def test_many_requests_at_once(engine: SGLangEngine, model: Any) -> None:
     results = await asyncio.gather(*(engine.generate(request(f"r{i}", 8, ignore_eos=True)) for i in range(40)))
     assert all(math.isfinite(p) for r in results for p in r.log_probs)

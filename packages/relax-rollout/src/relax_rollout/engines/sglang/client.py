@@ -59,7 +59,7 @@ class SGLangEngine:
                 chunks of a stream. Otherwise a change during a request is an error.
             generate_timeout_s: longest time one response may take.
             control_timeout_s: longest time of pause, resume, flush, memory calls.
-            update_timeout_s: longest time of one weight update call, and of a push that others wait for.
+            update_timeout_s: longest time of one weight update call, of a push that others wait for, of writing traces.
             silence_deadline_s: how long the server may answer nothing at all while requests run.
         """
         self._name = name
@@ -268,6 +268,14 @@ class SGLangEngine:
         if old:
             await self._post("/resume_memory_occupation", {"tags": old})
             self._released.difference_update(old)
+
+    async def start_profile(self, **options: Any) -> None:
+        """Starts SGLang's profiler; options as of ``/start_profile`` (``output_dir``, ``num_steps``, ...)."""
+        await self._post("/start_profile", options)
+
+    async def stop_profile(self) -> None:
+        """Stops it; returns when the traces are written."""
+        await self._post("/stop_profile", None, timeout_s=self._update_timeout_s)
 
     # ------------------------------------------------------------------ weights
 

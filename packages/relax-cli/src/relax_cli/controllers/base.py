@@ -188,6 +188,16 @@ class Controller(abc.ABC):
         self._saved = rollout_id
         return rollout_id + 1
 
+    def _end_step(self, rollout_id: int, scalars: dict[str, float], timer: PhaseTimer, *, trained: bool = True) -> None:
+        """Writes the metrics of a step, saves it if due, and pushes its weights: in this order in every mode."""
+        self._report(rollout_id, scalars, timer)
+        self._timer = PhaseTimer()
+        if trained:
+            self._save_if_due(rollout_id, self._timer)
+            if not self.config.debug.debug_train_only:
+                self._push(rollout_id + 1, self._timer)
+        self._timer.stop()
+
     def _report(self, rollout_id: int, scalars: dict[str, float], timer: PhaseTimer) -> None:
         total = timer.total()
         seconds = dict(timer.seconds)

@@ -52,13 +52,7 @@ class ColocateController(Controller):
         scalars = dict(output.metrics)
         if output.manifest is not None:
             scalars |= self._train(output.manifest, self._rows(rollout_id), timer)
-        self._report(rollout_id, scalars, timer)
-        self._timer = PhaseTimer()
-        if output.manifest is not None:
-            self._save_if_due(rollout_id, self._timer)
-            if not self.config.debug.debug_train_only:
-                self._push(rollout_id + 1, self._timer)
-        self._timer.stop()
+        self._end_step(rollout_id, scalars, timer, trained=output.manifest is not None)
         return True
 
     def _generate(self, rollout_id: int, timer: PhaseTimer) -> RolloutOutput:

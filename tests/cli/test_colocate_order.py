@@ -262,6 +262,7 @@ def test_the_checkpoint_of_a_step_holds_the_prompts_after_it() -> None:
     assert only(workers.calls, "save") == ["save 1", "save 2"], "the interval, and the last step"
     assert workers.saved_state == {"rollout": {"cursor": 3}}
     assert outcome.last_checkpoint == "s"
+    assert outcome.saved_rollout == outcome.next_rollout - 1
 
 
 def test_the_metrics_of_a_step_are_written_before_its_checkpoint() -> None:

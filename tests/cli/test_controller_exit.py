@@ -154,3 +154,27 @@ def test_every_engine_has_a_sampler_seed_of_its_own(config: RunConfig, monkeypat
     workers = WorkerGroups(several, stop=StopFlag(), note=print)
     workers._create_engines([Slot(i, "node", "127.0.0.1", None) for i in range(3)])
     assert seeds == [42, 43, 44]
+
+
+@pytest.mark.parametrize(
+    ("flags", "saved", "expected"),
+    [
+        ({}, None, "rollouts 2 to 4; to keep the model, add --save FOLDER"),
+        ({"save": "s"}, None, "rollouts 2 to 4: the run was ended before it could save them"),
+        ({"save": "s"}, 3, "rollout 4: the run was ended"),
+        ({"save": "s"}, 4, None),
+        ({"save_hf": "x{rollout_id}"}, 4, None),
+        ({"debug_rollout_only": True}, None, None),
+    ],
+)
+def test_the_summary_names_what_was_trained_and_not_saved(
+    task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], saved: int | None, expected: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = Outcome(first_rollout=2, next_rollout=5, saved_rollout=saved)
+    found = controller._not_saved(resolve(task.flags(**flags), {}), outcome)
+    assert found == expected if expected is None else expected in found
+
+
+def test_a_launch_that_trained_nothing_has_nothing_to_save(config: RunConfig) -> None:
+    assert controller._not_saved(config, Outcome(first_rollout=2, next_rollout=2)) is None

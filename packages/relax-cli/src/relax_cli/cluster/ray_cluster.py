@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from relax_cli.cluster.local_ray import START_DEADLINE_S, start_local
+from relax_cli.cluster.waits import StopRequested
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,11 @@ def connected(address: str | None, *, min_cpus: int, note: Callable[[str], None]
     session = _session_folder(ray) if address is None else None
     try:
         yield
+    except StopRequested:
+        ray.shutdown()
+        if session is not None:
+            _remove_session(session)
+        raise
     finally:
         ray.shutdown()
     # Of a run that failed Ray's own logs stay: they may be what explains it.

@@ -47,7 +47,8 @@ def read_file(path: Path, namespace: Namespace) -> Layer:
         name = entry.key.replace("-", "_")
         try:
             if name in seen:
-                raise ValueError(f"given twice in this file, also as {seen[name]}")
+                also = f", also as {seen[name]}" if seen[name] != entry.key else ""
+                raise ValueError(f"given twice in this file{also}")
             seen[name] = entry.key
             option = namespace.find(name)
             if option is None:

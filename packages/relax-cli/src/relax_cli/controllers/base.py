@@ -79,6 +79,8 @@ class Outcome:
     stopped_by: int | None = None
     evals: list[tuple[int, dict[str, float]]] = dataclasses.field(default_factory=list)
     last_checkpoint: str | None = None
+    saved_rollout: int | None = None
+    """The last rollout that this launch saved, as a checkpoint or an export."""
 
 
 class Controller(abc.ABC):
@@ -264,6 +266,7 @@ class Controller(abc.ABC):
         if checkpoint.save_hf is not None:
             folder = str(Path(checkpoint.save_hf.replace("{rollout_id}", str(rollout_id))))
             self.workers.trainers.save_hf(folder)
+        self.outcome.saved_rollout = rollout_id
 
     def _save_at_end(self, next_rollout: int) -> None:
         """The last finished step is saved too, so that a run that ends or is asked to stop loses nothing."""

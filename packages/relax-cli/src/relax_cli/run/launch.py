@@ -171,6 +171,19 @@ def explanation(error: BaseException) -> str:
     return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
 
 
+def _not_saved(config: RunConfig, outcome: Outcome) -> str | None:
+    """Names the trained rollouts that no checkpoint and no export has; None when there are none."""
+    first = outcome.first_rollout if outcome.saved_rollout is None else outcome.saved_rollout + 1
+    last = outcome.next_rollout - 1
+    if config.debug.debug_rollout_only or first > last:
+        return None
+    rollouts = f"rollout {last}" if first == last else f"rollouts {first} to {last}"
+    checkpoint = config.train.checkpoint
+    if checkpoint.save is None and checkpoint.save_hf is None:
+        return f"{rollouts}; to keep the model, add --save FOLDER, or --save-hf FOLDER for Hugging Face's format"
+    return f"{rollouts}: the run was ended before it could save them"
+
+
 def _finish(config: RunConfig, outcome: Outcome, started: float, seconds: float, progress: Progress) -> None:
     """The summary table, ``summary.json`` and the plot.
 
@@ -201,6 +214,8 @@ def _finish(config: RunConfig, outcome: Outcome, started: float, seconds: float,
         rows.append(("plot", str(plot)))
     if outcome.last_checkpoint:
         rows.append(("checkpoint", outcome.last_checkpoint))
+    if steps and (lost := _not_saved(config, outcome)) is not None:
+        rows.append(("not saved", lost))
     if outcome.stopped_by is not None:
         rows.append(("ended by", signal.Signals(outcome.stopped_by).name))
     rows.append(("run directory", str(config.run_dir)))

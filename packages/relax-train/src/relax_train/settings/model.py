@@ -20,7 +20,7 @@ def read_hf_config(folder: str) -> dict[str, Any]:
     if not os.path.isdir(folder):
         raise ValueError(
             f"{folder!r} is not a folder; download the model first, for example: "
-            f"hf download Qwen/Qwen3-0.6B --local-dir {folder}"
+            f"hf download OWNER/NAME --local-dir {folder}"
         )
     if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe or a device might never end
         raise ValueError(f"{path} is not a regular file; it must be the config.json of a Hugging Face model folder")

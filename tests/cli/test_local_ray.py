@@ -196,6 +196,20 @@ def test_a_raylet_that_dies_at_once_is_noticed_and_replaced() -> None:
     assert lines[1:] == ["answer 7", "left []"]
 
 
+def test_the_folder_of_a_ray_that_was_there_before_is_left_alone(
+    ray_init: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Node:
+        def get_session_dir_path(self) -> str:
+            return str(tmp_path)
+
+    monkeypatch.setattr("ray._private.worker._global_node", Node())
+    ray_init(lambda: None)
+    with connected(None, min_cpus=1):
+        pass
+    assert tmp_path.is_dir()
+
+
 @pytest.mark.slow
 def test_a_run_that_ends_well_leaves_no_folder_of_ray_and_a_failed_one_its_logs() -> None:
     code = (

@@ -54,12 +54,15 @@ def connected(address: str | None, *, min_cpus: int, note: Callable[[str], None]
     with _ending_at_once():
         import ray
 
+        there_before = _session_folder(ray)
         try:
             _connect(ray, address, min_cpus, note)
         except BaseException:
             ray.shutdown()
             raise
     session = _session_folder(ray) if address is None else None
+    if session == there_before:  # whoever started that Ray ends it
+        session = None
     try:
         yield
     except StopRequested:

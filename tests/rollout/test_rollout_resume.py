@@ -214,7 +214,7 @@ def test_numpy_values_become_plain_and_what_has_no_plain_form_is_refused() -> No
         datetime.datetime(2024, 2, 29, 12, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")),
         datetime.timedelta(seconds=1.5),
         uuid.UUID(int=7),
-        {"a", "b"},
+        {"a"},  # the order of several would depend on the seed of their hashes
         [(1, {"x": Decimal(2)})],
         b"\x00\xff",
         [("key", 1), ("of a map", 2)],

@@ -63,18 +63,18 @@ def connected(address: str | None, *, min_cpus: int, note: Callable[[str], None]
     session = _session_folder(ray) if address is None else None
     if session == there_before:  # whoever started that Ray ends it
         session = None
+    failed = True
     try:
         yield
+        failed = False
     except StopRequested:
-        ray.shutdown()
-        if session is not None:
-            _remove_session(session)
+        failed = False
         raise
     finally:
         ray.shutdown()
-    # Of a run that failed Ray's own logs stay: they may be what explains it.
-    if session is not None:
-        _remove_session(session)
+        # Of a run that failed Ray's own logs stay: they may be what explains it.
+        if session is not None and not failed:
+            _remove_session(session)
 
 
 def _session_folder(ray: Any) -> Path | None:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from relax_train.settings.checkpoint import ROLLOUT_ID
+
 from relax_cli.cluster.ray_cluster import cluster_gpus, connected
 from relax_cli.cluster.waits import StopFlag, StopRequested
 from relax_cli.config.export import to_toml
@@ -180,7 +182,8 @@ def _not_saved(config: RunConfig, outcome: Outcome) -> str | None:
     rollouts = f"rollout {last}" if first == last else f"rollouts {first} to {last}"
     checkpoint = config.train.checkpoint
     if checkpoint.save is None and checkpoint.save_hf is None:
-        return f"{rollouts}; to keep the model, add --save FOLDER, or --save-hf FOLDER for Hugging Face's format"
+        hint = f"add --save FOLDER, or --save-hf 'FOLDER/{ROLLOUT_ID}' for Hugging Face's format"
+        return f"{rollouts}; to keep the model, {hint}"
     return f"{rollouts}: the run was ended before it could save them"
 
 

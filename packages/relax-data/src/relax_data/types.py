@@ -178,6 +178,14 @@ class Sample:
             if n and not (values.ndim == 1 and values.dtype.kind in kinds and holds(values).all()):
                 raise ValueError(f"{self.name}: its {column} are not {wanted} alone")
 
+    def mask_older_than(self, version: WeightVersion) -> None:
+        """Takes tokens of older versions out of the loss; what is masked already stays so.
+
+        Args:
+            version: the oldest one that is trained on.
+        """
+        self.loss_mask[:] = [m if v >= version else 0 for m, v in zip(self.loss_mask, self.versions, strict=True)]
+
     def restart(self) -> None:
         """Forgets the response, so that generation starts again from the clean prompt."""
         for column in (self.tokens, self.log_probs, self.versions, self.loss_mask):
@@ -188,10 +196,18 @@ class Sample:
 
 @dataclasses.dataclass(slots=True)
 class SampleGroup:
-    """All responses to one prompt: the unit that GRPO normalises over and that filters keep or drop."""
+    """All responses to one prompt: the unit that GRPO normalises over and that filters keep or drop.
+
+    Attributes:
+        prompt: what all of them answer.
+        samples: the responses.
+        start_version: policy version that the engines served when the first of its tokens was asked for; None before
+            that, and after all its samples were started again. No token of it is older.
+    """
 
     prompt: Prompt
     samples: list[Sample]
+    start_version: WeightVersion | None = None
 
     @classmethod
     def start(cls, prompt: Prompt, n_samples: int) -> "SampleGroup":

@@ -23,6 +23,7 @@ PACKAGES = Path(__file__).parents[3] / "packages"
 NO_READERS = (
     "relax_cli/checks/validate.py",
     "relax_cli/checks/file_checks.py",
+    "relax_cli/checks/staleness_checks.py",
     "relax_cli/checks/plan.py",
     "relax_cli/checks/doctor.py",
     "relax_cli/config/command_line.py",

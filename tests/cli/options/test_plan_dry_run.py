@@ -162,8 +162,8 @@ def test_a_plan_for_cpu(workspace: Path, start: list[str], capsys: pytest.Captur
     assert row(text, "trainer") == "2 ranks"
     assert row(text, "samples a rollout") == "8 prompts x 4 responses = 32"
     assert row(text, "optimizer steps a rollout") == "32 samples / 16 a step = 2"
-    surplus = "12 prompts submitted, the first 8 are used; whole surplus waits, at most 1 version(s) old"
-    assert row(text, "over-sampling") == f"{surplus} (--max-staleness)"
+    assert row(text, "over-sampling").startswith("12 prompts open at once: the first 8 groups are used;")
+    assert row(text, "staleness") == "at most 1 version(s) (--max-staleness)"
     assert row(text, "precision") == "float32"
     assert "A real start still needs" not in text
 

@@ -142,6 +142,8 @@ def test_every_number_declares_its_least_value() -> None:
         # Checked against --rollout-batch-size and --lr-warmup-iters, which have a least value.
         "over_sampling_batch_size",
         "lr_decay_iters",
+        # Says why it is 1 or more.
+        "partial_rollout_max_aborted_count",
         "memory_snapshot_num_steps",
         "profile_step_end",
         "profile_step_start",

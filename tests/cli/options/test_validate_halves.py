@@ -1,4 +1,4 @@
-"""Options that the chosen half of the loop, or this version, would leave without effect."""
+"""Options that the chosen half of the loop would leave without effect."""
 
 from pathlib import Path
 
@@ -17,15 +17,9 @@ START = ("--hf-checkpoint", "small", "--prompt-data", "prompts.jsonl", "--label-
             ("--num-epoch", "1", "--debug-train-only", "--load-debug-rollout-data", "{rollout_id}.jsonl"),
             ("--num-epoch", "--num-rollout"),
         ),
-        (("--num-rollout", "1", "--partial-rollout"), ("--partial-rollout", "not carried out yet")),
     ],
 )
 def test_refused_before_anything_starts(workspace: Path, words: tuple[str, ...], parts: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as error:
         resolve([*START, *words], {})
     assert any(all(part in problem for part in parts) for problem in error.value.problems), error.value.problems
-
-
-def test_a_plan_may_hold_what_cannot_run_yet(workspace: Path) -> None:
-    config = resolve([*START, "--num-rollout", "1", "--partial-rollout", "--dry-run"], {})
-    assert any("--partial-rollout" in note for note in config.notes)

@@ -32,8 +32,9 @@ class RolloutSettings(Settings):
     )
     over_sampling_batch_size: int | None = option(
         None,
-        "Prompts submitted at once; the first --rollout-batch-size groups to finish and to pass the filter are used, "
-        "the others wait for the next rollout. Default: --rollout-batch-size.",
+        "Prompts that are worked on at once; of their groups the first --rollout-batch-size to finish and to pass the "
+        "filter are used, the others wait for the next rollout. With --partial-rollout and --fully-async it is at most "
+        "--rollout-batch-size x (--max-staleness + 1). Default: that with --fully-async, else --rollout-batch-size.",
         le=LARGEST_COUNT,
     )
     rollout_max_response_len: int = option(1024, "Most tokens of a response.", ge=1, le=LARGEST_COUNT)
@@ -71,16 +72,21 @@ class RolloutSettings(Settings):
         metavar="MODULE:FUNCTION",
     )
     partial_rollout: bool = option(
-        False, "Continue interrupted samples in the next rollout instead of starting them again from the prompt."
+        False,
+        "Interrupted samples keep their tokens, log-probs and versions, and the next rollout asks for the rest of the "
+        "response only, before it starts new prompts. Without it they start again from the prompt. Needs an "
+        "--over-sampling-batch-size above --rollout-batch-size; on by itself with --fully-async.",
     )
     partial_rollout_max_aborted_count: int | None = option(
         None,
-        "With --partial-rollout: a sample interrupted this often is waited for. Default: no limit.",
-        ge=0,
+        "With --partial-rollout: a sample that was interrupted this often, once or more, is not interrupted again: it "
+        "is waited for. Default: no limit.",
         le=LARGEST_COUNT,
     )
     mask_offpolicy_in_partial_rollout: bool = option(
-        False, "With --partial-rollout: do not train on tokens of an older policy than the one that ended the sample."
+        False,
+        "With --partial-rollout: do not train on a token whose weights are older than those that were current when "
+        "its sample was finished.",
     )
 
     @property
@@ -95,6 +101,12 @@ class RolloutSettings(Settings):
             problems.append(
                 f"--over-sampling-batch-size {over} is less than --rollout-batch-size {self.rollout_batch_size}: "
                 f"a rollout could never be filled; set it to {self.rollout_batch_size} or more, or leave it out"
+            )
+        most = self.partial_rollout_max_aborted_count
+        if most is not None and most < 1:
+            problems.append(
+                f"--partial-rollout-max-aborted-count must be 1 or more, not {most}: no sample would ever be "
+                "interrupted; for that, remove --partial-rollout and --over-sampling-batch-size"
             )
         if "" in self.rollout_stop:
             problems.append("--rollout-stop holds an empty string, which would end every response; remove it")

@@ -8,6 +8,7 @@ from relax_train.models.shape import ModelShape
 from relax_train.settings.model import read_hf_config
 
 from relax_cli.checks.lengths import context_lengths, micro_batch_tokens
+from relax_cli.checks.staleness_checks import most_open
 from relax_cli.cluster.placement import Placement
 from relax_cli.config.run_config import RunConfig
 from relax_cli.config.settings import MODES
@@ -155,11 +156,7 @@ def _batches(config: RunConfig) -> Rows:
         ("samples a rollout", f"{prompts} prompts x {each} responses = {samples}"),
         ("optimizer steps a rollout", f"{samples} samples / {size} a step = {steps}"),
     ]
-    if rollout.submitted_prompts > prompts:
-        surplus = f"{rollout.submitted_prompts} prompts submitted, the first {prompts} are used"
-        if not config.cluster.fully_async:
-            surplus += f"; whole surplus waits, at most {config.cluster.max_staleness} version(s) old (--max-staleness)"
-        rows.insert(1, ("over-sampling", surplus))
+    rows[1:1] = _surplus(config)
     if (longest := context_lengths(config).trained) is not None:
         rows.append(("longest sample", f"{longest} tokens, {_why_longest(config, longest)}"))
     if placement is not None:
@@ -173,6 +170,37 @@ def _batches(config: RunConfig) -> Rows:
         rows.append(("log-prob pass", f"at most {cap} x CP {cp} = {cap * cp} tokens"))
     else:
         rows.append(("micro-batch", f"{batch.micro_batch_size} samples"))
+    return rows
+
+
+def _surplus(config: RunConfig) -> Rows:
+    """What a step leaves for the next ones, how old it may become, and what becomes of interrupted samples."""
+    rollout, cluster = config.rollout, config.cluster
+    batch, depth, keeps = rollout.rollout_batch_size, rollout.submitted_prompts, rollout.partial_rollout
+    open_ended = cluster.fully_async or depth > batch or rollout.rollout_function_path is not None
+    if not open_ended or config.debug.debug_train_only:
+        return []
+    rows: Rows = []
+    limit = f" (at most {batch} x ({cluster.max_staleness} + 1) = {most_open(config)})"
+    if cluster.fully_async:
+        used = f"a step takes the {batch} groups with the earliest deadlines"
+        then = "samples keep their tokens over a push of weights" if keeps else "a push waits for all that run"
+    else:
+        used = f"the first {batch} groups are used"
+        then = "interrupted samples keep their tokens" if keeps else "interrupted samples start again"
+    if depth > batch or cluster.fully_async:
+        why = " (--partial-rollout)" if keeps else ""
+        at_once = f"{depth} prompts open at once{limit if keeps or cluster.fully_async else ''}"
+        rows.append(("over-sampling", f"{at_once}: {used}; {then}{why}"))
+    rows.append(("staleness", f"at most {cluster.max_staleness} version(s) (--max-staleness)"))
+    most = rollout.partial_rollout_max_aborted_count
+    if keeps and most is not None:
+        times = "once" if most == 1 else f"{most} times"
+        told = f"a sample interrupted {times} is waited for (--partial-rollout-max-aborted-count)"
+        rows.append(("interruptions", told))
+    if keeps and rollout.mask_offpolicy_in_partial_rollout:
+        told = "tokens older than the weights that finished their sample (--mask-offpolicy-in-partial-rollout)"
+        rows.append(("not trained on", told))
     return rows
 
 

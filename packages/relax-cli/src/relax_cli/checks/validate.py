@@ -12,6 +12,7 @@ from relax_train.settings.model import read_hf_config
 from relax_cli.checks.algorithm_checks import algorithm_problems, algorithm_warnings
 from relax_cli.checks.file_checks import file_needs, file_problems
 from relax_cli.checks.lengths import ENGINE_MARGIN, micro_batch_tokens
+from relax_cli.checks.staleness_checks import staleness_problems, staleness_warnings
 from relax_cli.cluster.placement import SIZES, local_gpus
 from relax_cli.config.run_config import RunConfig
 from relax_cli.controllers.modes import mode_refusal
@@ -40,6 +41,7 @@ def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problem
     checks: list[Callable[[RunConfig], Problems]] = [
         file_problems,
         _mode_problems,
+        staleness_problems,
         _batch_problems,
         _gpu_problems,
         _model_problems,
@@ -87,18 +89,7 @@ def _mode_problems(config: RunConfig) -> Problems:
         return found
     if "num_data_storage_units" in config.given:
         found.append("--num-data-storage-units has no effect without --fully-async: remove it, or add --fully-async")
-    if "max_staleness" in config.given and not _leaves_surplus(config):
-        found.append(
-            "--max-staleness has no effect without --fully-async or over-sampling: every sample is then on-policy; "
-            "remove it, or add --fully-async, or an --over-sampling-batch-size above --rollout-batch-size"
-        )
     return found
-
-
-def _leaves_surplus(config: RunConfig) -> bool:
-    """Whether a rollout of a colocate run may leave whole groups for the next one, which has newer weights."""
-    rollout = config.rollout
-    return rollout.submitted_prompts > rollout.rollout_batch_size or rollout.rollout_function_path is not None
 
 
 def _batch_problems(config: RunConfig) -> Problems:
@@ -284,7 +275,7 @@ def _debug_problems(config: RunConfig) -> Problems:
 def _idle(config: RunConfig, valued: Sequence[str], switches: Sequence[str]) -> list[str]:
     """Names those of these options that the user set, the switches only when they are on."""
     on = {name for part in config.parts() for name in switches if getattr(part, name, False) is True}
-    return [n for n in valued if n in config.given] + [n for n in switches if n in on]
+    return [n for n in (*valued, *switches) if n in config.given and (n in valued or n in on)]
 
 
 def _start_needs(config: RunConfig) -> Problems:
@@ -300,11 +291,6 @@ def _start_needs(config: RunConfig) -> Problems:
     refusal = mode_refusal(config.cluster)
     if refusal is not None:
         found.append(refusal)
-    if config.rollout.partial_rollout:
-        found.append(
-            "--partial-rollout is planned and checked by this version, but not carried out yet: remove it; interrupted "
-            "samples then start again from their prompts"
-        )
     if config.data.multimodal_keys:
         found.append(
             "--multimodal-keys is planned and checked by this version, but the models that it trains "
@@ -367,7 +353,7 @@ def warnings_of(config: RunConfig) -> list[str]:
     if batch.balance_data:
         several = " (with the one optimizer step a rollout of this run they do not)" if step == samples else ""
         found.append(f"--balance-data: responses to one prompt may fall into different training steps{several}")
-    found += algorithm_warnings(config, steps=samples // step)
+    found += staleness_warnings(config) + algorithm_warnings(config, steps=samples // step)
     if not config.debug.debug_rollout_only and placement is not None and step < placement.dp:
         found.append(
             f"an optimizer step has {step} samples for {placement.dp} data-parallel ranks, so {placement.dp - step} of "

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from relax_data.options import LARGEST_COUNT
 from relax_train.models.architectures import model_shape
 from relax_train.settings.model import read_hf_config
 
@@ -51,8 +52,10 @@ def derive(
         values["expert_tensor_parallel_size"] = values["tensor_model_parallel_size"]
     if values["log_probs_max_tokens_per_gpu"] is None:
         values["log_probs_max_tokens_per_gpu"] = values["max_tokens_per_gpu"]
+    if values["fully_async"] and "partial_rollout" not in given:
+        values["partial_rollout"] = True  # without it every push of weights waits for the longest response
     if values["over_sampling_batch_size"] is None:
-        values["over_sampling_batch_size"] = values["rollout_batch_size"]
+        values["over_sampling_batch_size"] = _open_groups(values)
     _derive_batches(values)
 
 
@@ -87,6 +90,13 @@ def _experts(folder: str) -> bool:
         return model_shape(read_hf_config(folder)).experts > 0
     except ValueError:
         return False
+
+
+def _open_groups(values: dict[str, Any]) -> int:
+    """How many groups are open at once: what a step takes, or as many as the staleness allows beside the training."""
+    batch: int = values["rollout_batch_size"]
+    steps = values["max_staleness"] + 1 if values["fully_async"] else 1
+    return max(batch, min(batch * steps, LARGEST_COUNT))
 
 
 def _derive_batches(values: dict[str, Any]) -> None:

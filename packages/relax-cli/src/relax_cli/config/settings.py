@@ -30,9 +30,10 @@ class ClusterSettings(Settings):
     )
     max_staleness: int = option(
         1,
-        "How many versions older than the policy the oldest token of a consumed sample may be. With --fully-async the "
-        "producer waits; with --colocate it is about what --over-sampling-batch-size leaves for the next rollout, and "
-        "what is older starts again from its prompt. 0 is on-policy.",
+        "How many versions older than the policy the oldest token of a consumed sample may be; 0 is on-policy. With "
+        "--fully-async and --partial-rollout groups are started, and waited for, so that none becomes older. With "
+        "--colocate alone it is about the groups that --over-sampling-batch-size leaves for the next rollout, and what "
+        "is older starts again from its prompt.",
         ge=0,
         le=LARGEST_COUNT,
     )

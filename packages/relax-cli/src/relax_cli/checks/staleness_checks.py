@@ -1,0 +1,66 @@
+"""Checks of how old samples may become: over-sampling, partial rollout, and the staleness that bounds both."""
+
+from relax_cli.config.run_config import RunConfig
+
+
+def staleness_problems(config: RunConfig) -> list[str]:
+    """Lists what these options would leave without effect, or what the bound of the staleness cannot hold."""
+    return [*_no_staleness(config), *_depth(config)]
+
+
+def staleness_warnings(config: RunConfig) -> list[str]:
+    """Lists what is allowed and probably not meant."""
+    if config.cluster.fully_async and not config.rollout.partial_rollout:
+        return [
+            "--no-partial-rollout with --fully-async: each push of weights waits until every response that runs has "
+            "ended, and no other starts meanwhile, which takes most of what the mode gains; remove --no-partial-rollout"
+        ]
+    return []
+
+
+def most_open(config: RunConfig) -> int:
+    """Most groups that can be open at once so that none becomes too old (:mod:`relax_rollout.staleness`)."""
+    return config.rollout.rollout_batch_size * (config.cluster.max_staleness + 1)
+
+
+def _no_staleness(config: RunConfig) -> list[str]:
+    cluster, rollout = config.cluster, config.rollout
+    surplus = rollout.submitted_prompts > rollout.rollout_batch_size or rollout.rollout_function_path is not None
+    if cluster.fully_async or rollout.partial_rollout or surplus or "max_staleness" not in config.given:
+        return []
+    return [
+        "--max-staleness has no effect without --fully-async or over-sampling: every sample is then on-policy; "
+        "remove it, or add --fully-async, or an --over-sampling-batch-size above --rollout-batch-size"
+    ]
+
+
+def _depth(config: RunConfig) -> list[str]:
+    """What may be open at once, where tokens of several versions meet in a sample; the numbers are in the message."""
+    cluster, rollout = config.cluster, config.rollout
+    batch, depth, staleness = rollout.rollout_batch_size, rollout.submitted_prompts, cluster.max_staleness
+    keeps = cluster.fully_async or rollout.partial_rollout
+    if not keeps or config.debug.debug_train_only or rollout.rollout_function_path is not None:
+        return []
+    if batch < 1 or staleness < 0:
+        return []  # said already
+    product = f"--rollout-batch-size {batch} x (--max-staleness {staleness} + 1) = {most_open(config)}"
+    if depth > most_open(config):
+        # Lowered to one batch, partial rollout would have no effect.
+        lower = f"lower it to {most_open(config)}, or " if staleness > 0 or cluster.fully_async else ""
+        return [
+            f"--over-sampling-batch-size {depth} is more than {product} groups, the most that can be open at once so "
+            f"that no token becomes older than --max-staleness allows: {lower}raise --max-staleness to "
+            f"{-(-depth // batch) - 1}"
+        ]
+    if cluster.fully_async or depth > batch:
+        return []
+    if staleness == 0:
+        return [
+            f"--partial-rollout has no effect with --max-staleness 0: at most {product} groups can be open at once, so "
+            "every rollout waits for all its prompts and interrupts none; raise --max-staleness to 1 or more and add "
+            "--over-sampling-batch-size, or remove --partial-rollout"
+        ]
+    return [
+        "--partial-rollout has no effect without over-sampling: every rollout waits for all its prompts and interrupts "
+        f"none; add --over-sampling-batch-size, at most {product}, or remove --partial-rollout"
+    ]

@@ -32,9 +32,10 @@ class RolloutSettings(Settings):
     )
     over_sampling_batch_size: int | None = option(
         None,
-        "Prompts that are worked on at once; of their groups the first --rollout-batch-size to finish and to pass the "
-        "filter are used, the others wait for the next rollout. With --partial-rollout and --fully-async it is at most "
-        "--rollout-batch-size x (--max-staleness + 1). Default: that with --fully-async, else --rollout-batch-size.",
+        "Prompts open at once: their groups run, are interrupted, or are whole and not trained yet. A rollout ends "
+        "when --rollout-batch-size groups are whole and have passed the filter; the others wait for the next one. With "
+        "--partial-rollout and --fully-async at most --rollout-batch-size x (--max-staleness + 1). Default: that with "
+        "--fully-async, else --rollout-batch-size.",
         le=LARGEST_COUNT,
     )
     rollout_max_response_len: int = option(1024, "Most tokens of a response.", ge=1, le=LARGEST_COUNT)

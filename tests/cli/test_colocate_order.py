@@ -14,7 +14,7 @@ from relax_cli.controllers.base import Outcome
 from relax_cli.controllers.modes import CONTROLLERS
 from relax_cli.run.debug_data import FileRows, save_groups
 from relax_cli.run.progress import Progress
-from relax_cli.run.tracking import Tracker, Trackers
+from relax_cli.run.tracking import Histograms, Tracker, Trackers
 from relax_cli.workers.group import WorkerGroups
 from relax_cli.workers.references import RolloutRows, RowReference
 from relax_cli.workers.rollout import RolloutOutput
@@ -209,7 +209,7 @@ class RecordingTracker:
         self._book = book
         self.rows: list[tuple[int, dict[str, float]]] = []
 
-    def log(self, scalars: dict[str, float], step: int) -> None:
+    def log(self, scalars: dict[str, float], step: int, histograms: Histograms | None = None) -> None:
         self._book.note("log", step)
         self.rows.append((step, scalars))
 

@@ -116,7 +116,7 @@ def check_artifacts(run: Any) -> None:
     assert [m["step"] for m in steps] == list(range(STEPS))
     for m in steps:
         # Invariant 6: greedy tokens, so the engine's log-probs are those of temperature 1 on both sides.
-        assert m["rollout/staleness_max"] == 0
+        assert m["staleness/max"] == 0
         for phase in ("generate", "train", "weight_update"):
             assert m[f"time/{phase}"] > 0, phase
     assert any("eval/heldout/reward" in m for m in run.metrics())

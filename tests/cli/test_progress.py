@@ -19,7 +19,7 @@ def test_the_step_line_is_plain_text_with_everything_the_user_watches() -> None:
     scalars = {
         "rollout/reward": 0.25,
         "perf/tokens_per_s": 812.4,
-        "rollout/staleness_max": 1.0,
+        "staleness/max": 1.0,
         "time/generate": 1.5,
         "time/log_probs": 0.25,
         "time/train": 0.5,

@@ -14,6 +14,7 @@ from relax_cli.run.debug_data import load_groups
 from relax_cli.workers.rollout import RolloutActor
 from relax_data.types import Prompt, SampleGroup, SampleStatus
 from relax_rollout.engines.base import EngineAddress
+from relax_rollout.loop.rollout_loop import RolloutResult
 
 
 @pytest.fixture(autouse=True)
@@ -106,20 +107,24 @@ def test_a_rollout_is_written_before_a_sample_stops_the_training(task: Any, tmp_
     actor = RolloutActor(resolve(task.flags(), {}))
     path = tmp_path / "r.jsonl"
     with pytest.raises(ValueError, match="a:2 response 0 cannot be trained on"):
-        actor._keep(0, groups(2, 0), {}, path)
+        actor._keep(0, result(groups(2, 0), {}), path)
     assert [len(g.samples[0].tokens) for g in load_groups(path)] == [2, 0]
+
+
+def result(groups: list[SampleGroup], metrics: dict[str, float]) -> RolloutResult:
+    return RolloutResult(groups=groups, metrics=metrics, dropped=[])
 
 
 def test_a_run_that_trains_nothing_takes_what_cannot_be_trained_on(task: Any) -> None:
     actor = RolloutActor(resolve(task.flags(debug_rollout_only=True), {}))
-    output = actor._keep(0, groups(2, 0), {"rollout/reward": 1.0}, None)
+    output = actor._keep(0, result(groups(2, 0), {"rollout/reward": 1.0}), None)
     assert (output.groups, output.manifest) == (2, None)
     assert output.metrics == {"rollout/reward": 1.0}
 
 
 def test_the_end_of_the_data_has_no_manifest(task: Any) -> None:
     actor = RolloutActor(resolve(task.flags(), {}))
-    assert actor._keep(0, groups(2), {}, None).manifest is not None
+    assert actor._keep(0, result(groups(2), {}), None).manifest is not None
     actor._rows = None
-    output = actor._keep(1, [], {}, None)
+    output = actor._keep(1, result([], {}), None)
     assert (output.groups, output.manifest) == (0, None)

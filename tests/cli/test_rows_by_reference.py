@@ -22,6 +22,7 @@ from relax_cli.workers.rollout_worker import RolloutWorker
 from relax_cli.workers.trainer import TrainActor
 from relax_cli.workers.trainer_group import TrainerGroup
 from relax_data.types import ROW_COLUMNS, Prompt, SampleGroup, SampleStatus, TrainBatch
+from relax_rollout.loop.rollout_loop import RolloutResult
 
 PROMPTS, RESPONSES, LENGTH = 8, 4, 400
 SAMPLES = PROMPTS * RESPONSES
@@ -76,7 +77,8 @@ def holder(config: RunConfig, create: Create) -> Actor[RolloutActor]:
     class Holder(RolloutActor):
         async def generate(self, rollout_id: int, version: int, save_to: Path | None = None) -> RolloutOutput:
             self._status = ""
-            return self._keep(rollout_id, groups_of(rollout_id), {}, save_to)
+            result = RolloutResult(groups=groups_of(rollout_id), metrics={}, dropped=[])
+            return self._keep(rollout_id, result, save_to)
 
         async def fetch_rows(
             self, rollout_id: int, indices: Sequence[int], columns: Sequence[str] = ROW_COLUMNS

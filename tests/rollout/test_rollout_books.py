@@ -191,7 +191,10 @@ class Schedule:
         match self.draw.choice(["take", "take", "ready", "sample", "finish", "keep", "keep", "drop", "save", "break"]):
             case "take":
                 n = self.draw.randint(1, 4)
-                expected = (books.of("partial") + books.of("unread"))[:n]
+                # Groups with tokens first: they have a deadline.
+                with_tokens = {i for i, _ in books.tokens}
+                waiting = sorted(books.of("partial"), key=lambda i: i not in with_tokens)
+                expected = (waiting + books.of("unread"))[:n]
                 new = rollout.take(n)
                 assert ids(new) == expected
                 taken |= {g.prompt.prompt_id: g for g in new}

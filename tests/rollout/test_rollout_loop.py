@@ -87,7 +87,7 @@ async def test_over_sampling_takes_the_first_finished_and_loses_nothing(make_loo
     assert [prompt_id(r) for r in engine.requests[asked : asked + 4]] == [0, 0, 2, 2]
     surplus = next(g for g in second.groups if g.prompt.prompt_id == 5)
     assert {v for s in surplus.samples for v in s.versions} == {0}
-    assert second.metrics["rollout/staleness_max"] == 1.0
+    assert second.metrics["staleness/max"] == 1.0
 
     seen = prompt_ids(first.groups) + prompt_ids(second.groups)
     for k in range(2, 5):
@@ -336,15 +336,10 @@ async def test_metrics(make_loop: Make) -> None:
     metrics = (await make_loop().generate(0, 0)).metrics
     assert metrics["rollout/groups"] == 4
     assert metrics["rollout/tokens"] == pytest.approx(metrics["rollout/response_length"] * 8)
-    assert metrics["rollout/staleness_max"] == 0
+    assert metrics["staleness/max"] == 0
     assert 0 <= metrics["rollout/truncated"] <= 1
     assert metrics["time/generate"] + metrics["time/reward"] <= metrics["time/rollout"] + 1e-6, "but for rounding"
     assert metrics["time/generate"] > 0
-
-
-def test_partial_rollout_is_refused(make_loop: Make) -> None:
-    with pytest.raises(ValueError, match="--partial-rollout is not implemented in this version"):
-        make_loop(settings={"partial_rollout": True})
 
 
 async def test_one_loop_in_several_event_loops(make_loop: Make) -> None:

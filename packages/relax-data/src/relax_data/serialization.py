@@ -153,7 +153,9 @@ def group_from_state(state: dict[str, Any]) -> SampleGroup:
         ValueError: the columns of a sample differ in length, and the message names it; or as :func:`from_plain`.
     """
     prompt = _prompt_from_state(state["prompt"])
-    return SampleGroup(prompt, [_sample_from_state(s, prompt) for s in state["samples"]])
+    group = SampleGroup(prompt, [_sample_from_state(s, prompt) for s in state["samples"]])
+    group.settle()
+    return group
 
 
 _OF_USERS = ("label", "messages", "metadata", "multimodal")

@@ -214,6 +214,11 @@ class SampleGroup:
         """A group of ``n_samples`` empty samples."""
         return cls(prompt, [Sample(prompt, i) for i in range(n_samples)])
 
+    def settle(self) -> None:
+        """Sets ``start_version`` by the tokens that there are: generation has stopped, so no older one will come."""
+        oldest = [v for s in self.samples if (v := s.oldest_version) is not None]
+        self.start_version = min(oldest, default=None)
+
     @property
     def finished(self) -> bool:
         """True when the responses of all samples are whole."""

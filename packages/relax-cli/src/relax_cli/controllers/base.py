@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from relax_cli.cluster.waits import StopFlag
     from relax_cli.config.run_config import RunConfig
     from relax_cli.run.progress import Progress
-    from relax_cli.run.tracking import Trackers
+    from relax_cli.run.tracking import Histograms, Trackers
     from relax_cli.workers.group import WorkerGroups
 
 
@@ -190,9 +190,17 @@ class Controller(abc.ABC):
         self._saved = rollout_id
         return rollout_id + 1
 
-    def _end_step(self, rollout_id: int, scalars: dict[str, float], timer: PhaseTimer, *, trained: bool = True) -> None:
+    def _end_step(
+        self,
+        rollout_id: int,
+        scalars: dict[str, float],
+        timer: PhaseTimer,
+        *,
+        histograms: "Histograms | None" = None,
+        trained: bool = True,
+    ) -> None:
         """Writes the metrics of a step, saves it if due, and pushes its weights: in this order in every mode."""
-        self._report(rollout_id, scalars, timer)
+        self._report(rollout_id, scalars, timer, histograms)
         self._timer = PhaseTimer()
         if trained:
             self._save_if_due(rollout_id, self._timer)
@@ -200,7 +208,9 @@ class Controller(abc.ABC):
                 self._push(rollout_id + 1, self._timer)
         self._timer.stop()
 
-    def _report(self, rollout_id: int, scalars: dict[str, float], timer: PhaseTimer) -> None:
+    def _report(
+        self, rollout_id: int, scalars: dict[str, float], timer: PhaseTimer, histograms: "Histograms | None"
+    ) -> None:
         total = timer.total()
         seconds = dict(timer.seconds)
         seconds["other"] = max(0.0, total - sum(seconds.values()))
@@ -210,7 +220,7 @@ class Controller(abc.ABC):
         if seconds.get("generate"):
             scalars["perf/tokens_per_s"] = tokens / seconds["generate"]
         scalars["perf/tokens_per_s_step"] = tokens / total
-        self.trackers.log(scalars, rollout_id)
+        self.trackers.log(scalars, rollout_id, histograms)
         last = self.config.run.num_rollout
         self.progress.step(rollout_id, last - 1 if last is not None else None, scalars)
 

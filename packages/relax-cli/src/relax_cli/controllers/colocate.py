@@ -52,7 +52,8 @@ class ColocateController(Controller):
         scalars = dict(output.metrics)
         if output.manifest is not None:
             scalars |= self._train(output.manifest, self._rows(rollout_id), timer)
-        self._end_step(rollout_id, scalars, timer, trained=output.manifest is not None)
+        trained = output.manifest is not None
+        self._end_step(rollout_id, scalars, timer, histograms=output.histograms, trained=trained)
         return True
 
     def _generate(self, rollout_id: int, timer: PhaseTimer) -> RolloutOutput:

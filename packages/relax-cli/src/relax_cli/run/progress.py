@@ -33,7 +33,7 @@ class Progress:
             f"step {rollout_id}{of}",
             f"reward {get('rollout/reward', float('nan')):.3f}",
             f"{get('perf/tokens_per_s', 0.0):.0f} tok/s",
-            f"staleness {get('rollout/staleness_max', 0.0):.0f}",
+            f"staleness {get('staleness/max', 0.0):.0f}",
             " ".join(f"{phase} {get(f'time/{phase}', 0.0):.2f}s" for phase in PHASES),
         ]
         if "train/grad_norm" in scalars:  # the loss itself is near 0 by construction: advantages sum to 0 in a group

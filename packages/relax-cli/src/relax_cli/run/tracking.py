@@ -14,12 +14,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+Histograms = Mapping[str, Mapping[int, int]]
+"""By name: how often each value occurred among the samples of a step."""
+
 
 class Tracker(Protocol):
-    """Takes the scalars of one step."""
+    """Takes the numbers of one step."""
 
-    def log(self, scalars: dict[str, float], step: int) -> None:
-        """Writes the scalars of one step."""
+    def log(self, scalars: dict[str, float], step: int, histograms: Histograms | None = None) -> None:
+        """Writes the numbers of one step."""
         ...
 
     def close(self) -> None:
@@ -28,7 +31,10 @@ class Tracker(Protocol):
 
 
 class JsonLinesTracker:
-    """Appends one JSON object a step: ``{"step", "time", name: value, ...}``; ``time`` in seconds since the epoch."""
+    """Appends one JSON object a step: ``{"step", "time", name: value, ...}``; ``time`` in seconds since the epoch.
+
+    ``histograms`` in it has a list of ``[value, count]`` by name, values rising.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,13 +44,15 @@ class JsonLinesTracker:
             self._file.write("\n")
             self._file.flush()
 
-    def log(self, scalars: dict[str, float], step: int) -> None:
+    def log(self, scalars: dict[str, float], step: int, histograms: Histograms | None = None) -> None:
         """Appends one line; a number that is not finite becomes ``null``."""
         if self._continues:
             self._continues = False
             self._throw_away(scalars, step)
-        finite = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
-        self._file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+        row: dict[str, Any] = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
+        if histograms:
+            row["histograms"] = {name: sorted(counts.items()) for name, counts in histograms.items()}
+        self._file.write(json.dumps({"step": step, "time": time.time(), **row}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -81,21 +89,28 @@ def _is_replaced(name: str, of_step: int, scalars: Mapping[str, float], step: in
 
 
 class TensorBoardTracker:
-    """Scalars for TensorBoard, written with TensorBoard's own writer (no torch in the driver)."""
+    """Scalars and histograms for TensorBoard, written with its own writer (no torch in the driver)."""
 
     def __init__(self, directory: Path) -> None:
-        from tensorboard.summary import Writer
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         directory.mkdir(parents=True, exist_ok=True)
         self._earlier = sorted(directory.glob("*tfevents*"))
-        self._writer: Any = Writer(str(directory))
+        self._writer: Any = EventFileWriter(str(directory))
 
-    def log(self, scalars: dict[str, float], step: int) -> None:
-        """Writes one event a scalar, at once."""
+    def log(self, scalars: dict[str, float], step: int, histograms: Histograms | None = None) -> None:
+        """Writes one event a scalar and a histogram, at once."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.plugins.histogram.summary import histogram_pb
+        from tensorboard.plugins.scalar.summary import scalar_pb
+
         while self._earlier:
             _shorten(self._earlier.pop(), scalars, step)
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+        summaries = [scalar_pb(name, value) for name, value in scalars.items()]
+        for name, counts in (histograms or {}).items():
+            summaries.append(histogram_pb(name, [value for value, n in counts.items() for _ in range(n)]))
+        for summary in summaries:
+            self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
         self._writer.flush()
 
     def close(self) -> None:
@@ -128,7 +143,7 @@ def _shorten(file: Path, scalars: Mapping[str, float], step: int) -> None:
 
 
 class WandbTracker:
-    """Scalars for Weights & Biases (``pip install relax-cli[wandb]``).
+    """Scalars and histograms for Weights & Biases (``pip install relax-cli[wandb]``).
 
     The step is a metric of its own, ``step``, which all charts have as their axis. W&B's own step only rises: of a run
     that is resumed under its id, it would drop the steps that come again.
@@ -137,13 +152,18 @@ class WandbTracker:
     def __init__(self, *, directory: Path, name: str, config: dict[str, Any], **init: Any) -> None:
         import wandb
 
+        self._histogram: Any = wandb.Histogram
         self._run: Any = wandb.init(dir=str(directory), name=name, config=config, **init)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step", step_sync=True)
 
-    def log(self, scalars: dict[str, float], step: int) -> None:
-        """Sends the scalars in one call."""
-        self._run.log({**scalars, "step": step})
+    def log(self, scalars: dict[str, float], step: int, histograms: Histograms | None = None) -> None:
+        """Sends the numbers in one call."""
+        drawn = {
+            name: self._histogram([value for value, n in counts.items() for _ in range(n)])
+            for name, counts in (histograms or {}).items()
+        }
+        self._run.log({**scalars, **drawn, "step": step})
 
     def close(self) -> None:
         """Ends the run at W&B."""
@@ -156,10 +176,10 @@ class Trackers:
     def __init__(self, trackers: list[Tracker]) -> None:
         self._trackers = trackers
 
-    def log(self, scalars: dict[str, float], step: int) -> None:
-        """Writes the scalars of one step to every tracker."""
+    def log(self, scalars: dict[str, float], step: int, histograms: Histograms | None = None) -> None:
+        """Writes the numbers of one step to every tracker."""
         for tracker in self._trackers:
-            tracker.log(scalars, step)
+            tracker.log(scalars, step, histograms)
 
     def __enter__(self) -> Self:
         return self

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from relax_data.types import ROW_COLUMNS, BatchRows, Prompt, SampleGroup, StepManifest, TrainBatch
+from relax_data.types import ROW_COLUMNS, BatchRows, Prompt, StepManifest, TrainBatch
 
 from relax_cli.checks.lengths import context_lengths
 from relax_cli.run.debug_data import save_groups
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from relax_rollout.engines.base import EngineAddress, MemoryTag
     from relax_rollout.engines.sglang.client import SGLangEngine
     from relax_rollout.loop.context import RolloutProgress
+    from relax_rollout.loop.rollout_loop import RolloutResult
 
     from relax_cli.config.run_config import RunConfig
 
@@ -34,12 +35,14 @@ class RolloutOutput:
         manifest: of their samples; None without groups, and in a run that trains nothing.
         metrics: see :mod:`relax_rollout.loop.metrics`.
         saving_s: seconds of the call that went into ``--save-debug-rollout-data``.
+        histograms: how often each value occurred among the samples, by name.
     """
 
     groups: int
     manifest: StepManifest | None
     metrics: dict[str, float]
     saving_s: float = 0.0
+    histograms: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
 
 
 class RolloutActor:
@@ -54,6 +57,7 @@ class RolloutActor:
         enter_folder(config.folder)
         start_log(config.run_dir, "rollout")
         from relax_data.prompts.open import open_prompts
+        from relax_rollout.generation.seam import end_token_ids
         from relax_rollout.loop.rollout_loop import RolloutLoop
         from relax_rollout.rewards import build_reward
         from transformers import AutoTokenizer
@@ -78,6 +82,7 @@ class RolloutActor:
             max_staleness=config.cluster.max_staleness,
             trains=not config.debug.debug_rollout_only,
             progress=self._tell_progress,
+            end_token_ids=end_token_ids(config.train.model.hf_checkpoint, self._tokenizer),
         )
         self._profiler: RolloutProfiler | None = None
         self._rows: TrainBatch | None = None
@@ -133,19 +138,17 @@ class RolloutActor:
         self._rows = None
         async with self._profiled(rollout_id):
             result = await self._loop.generate(rollout_id, version)
-        return self._keep(rollout_id, result.groups, result.metrics, save_to)
+        return self._keep(rollout_id, result, save_to)
 
-    def _keep(
-        self, rollout_id: int, groups: list[SampleGroup], metrics: dict[str, float], save_to: Path | None
-    ) -> RolloutOutput:
-        start = time.perf_counter()
+    def _keep(self, rollout_id: int, result: "RolloutResult", save_to: Path | None) -> RolloutOutput:
+        start, groups = time.perf_counter(), result.groups
         if groups and save_to is not None:
             save_groups(groups, save_to)
         saving_s = time.perf_counter() - start
         if groups and not self._config.debug.debug_rollout_only:
             self._rows = TrainBatch.from_groups(groups, rollout_id)
         manifest = StepManifest.of(self._rows) if self._rows is not None else None
-        return RolloutOutput(len(groups), manifest, metrics, saving_s)
+        return RolloutOutput(len(groups), manifest, result.metrics, saving_s, result.histograms)
 
     async def fetch_rows(
         self, rollout_id: int, indices: Sequence[int], columns: Sequence[str] = ROW_COLUMNS

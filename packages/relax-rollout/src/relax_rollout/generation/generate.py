@@ -9,9 +9,10 @@ from relax_data.hooks import load_function
 from relax_data.types import Prompt, Sample, SampleStatus, WeightVersion
 
 from relax_rollout.concurrency import guarded
-from relax_rollout.engines.base import EngineDied, GenerateRequest, SamplingParams
+from relax_rollout.engines.base import EngineDied, GenerateRequest, GenerateResult, SamplingParams
 from relax_rollout.engines.router import EngineRouter
 from relax_rollout.errors import describe
+from relax_rollout.generation.seam import cut_at_seam, ends_response
 from relax_rollout.settings import EvalSettings, RolloutSettings
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -55,6 +56,8 @@ class GenerationContext:
         max_context_len: most tokens of prompt and response together, or None.
         tokenizer: the transformers tokenizer of the model.
         version: policy version of this rollout (the one to write for tokens that no engine sampled).
+        kept_tokens: response tokens that interrupted samples brought along when they were continued.
+        reprefilled_tokens: tokens of prompt and response whose keys and values were computed again for that.
     """
 
     def __init__(
@@ -66,9 +69,13 @@ class GenerationContext:
         tokenizer: Any,
         version: WeightVersion,
         label: str,
+        end_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._router = router
         self._label = label
+        self._ends = end_token_ids
+        self._seams: set[int] = set()
+        self.kept_tokens = self.reprefilled_tokens = 0
         self.sampling = sampling
         self.max_context_len = max_context_len
         self.tokenizer = tokenizer
@@ -84,18 +91,31 @@ class GenerationContext:
         """Tokens that may still be added to ``sample``."""
         return self.room(sample.prompt) - len(sample.tokens)
 
+    def continue_from(self, sample: Sample) -> None:
+        """Notes that ``sample`` was interrupted: its next request goes on where another one was cut off."""
+        if sample.tokens:
+            self._seams.add(id(sample))
+
     async def extend(
-        self, sample: Sample, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        sample: Sample,
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
     ) -> FinishReason:
         """Lets an engine continue prompt + response of ``sample`` and appends what it sampled.
 
         Args:
             max_new_tokens: limit of this one request; the budget of the sample always holds.
             stop: strings that end this request, besides those of the settings.
+            ignore_eos: go on behind the end of sequence, up to the limit.
 
         Returns:
             ``stop``, ``length`` (limit or budget reached) or ``abort`` (the rollout interrupts the sample: return).
         """
+        seam = id(sample) in self._seams
+        self._seams.discard(id(sample))
         limit = self.budget(sample)
         if max_new_tokens is not None:
             limit = min(limit, max_new_tokens)
@@ -112,14 +132,40 @@ class GenerationContext:
                 top_k=s.top_k,
                 stop=(*s.stop, *stop),
                 stop_token_ids=s.stop_token_ids,
+                ignore_eos=ignore_eos,
             ),
             multimodal=sample.prompt.multimodal,
         )
         result = await self._router.generate(request)
-        sample.append(result.tokens, result.log_probs, result.versions)
-        if result.finish_reason == "abort" and len(result.tokens) >= limit:
-            return "length"  # the abort came when nothing was left to do
-        return result.finish_reason
+        if seam and result.tokens:
+            self.kept_tokens += len(sample.tokens)
+            self.reprefilled_tokens += max(0, len(request.input_ids) - result.cached_tokens)
+        before = _sampled_last(sample) if seam else []
+        n, reason = self._end(before, result, request.sampling)
+        sample.append(result.tokens[:n], result.log_probs[:n], result.versions[:n])
+        return reason
+
+    def _end(self, before: list[int], result: GenerateResult, sampling: SamplingParams) -> tuple[int, FinishReason]:
+        """How many tokens of an answer belong to the response, and why it ended.
+
+        Args:
+            before: what the sample got from the request that was cut off, when this one goes on from there.
+        """
+        tokens, stops = result.tokens, sampling.stop
+
+        def decode(ids: Sequence[int]) -> str:
+            text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+            return text
+
+        if (n := cut_at_seam(before, tokens, stops, decode)) is not None:
+            return n, "stop"
+        if result.finish_reason != "abort":
+            return len(tokens), result.finish_reason
+        # Below, the abort came when nothing was left to do.
+        ends = () if sampling.ignore_eos else (*self._ends, *sampling.stop_token_ids)
+        if tokens and ends_response([*before, *tokens], ends, stops, decode):
+            return len(tokens), "stop"
+        return len(tokens), "length" if len(tokens) >= sampling.max_new_tokens else "abort"
 
     def finish(self, sample: Sample, reason: FinishReason) -> None:
         """Sets the status that ``reason`` means, and the decoded response."""
@@ -129,8 +175,18 @@ class GenerationContext:
             sample.response = self.tokenizer.decode(sample.tokens, skip_special_tokens=True)
 
 
+def _sampled_last(sample: Sample) -> list[int]:
+    """The tokens of a response behind the last one that no engine sampled."""
+    masked = [i for i, m in enumerate(sample.loss_mask) if not m]
+    return sample.tokens[masked[-1] + 1 if masked else 0 :]
+
+
 GenerateFunction = Callable[[Sample, GenerationContext], Awaitable[None]]
-"""Extends the sample until it ends: afterwards its status is completed, truncated, or aborted."""
+"""Extends the sample until it ends: afterwards its status is completed, truncated, or aborted.
+
+With ``--partial-rollout`` it is called again for a sample that was interrupted, with the tokens that it has, and goes
+on from there. A function that can do that says so by an attribute: ``generate.resumable = True``.
+"""
 
 
 async def generate_response(sample: Sample, context: GenerationContext) -> None:
@@ -138,13 +194,26 @@ async def generate_response(sample: Sample, context: GenerationContext) -> None:
     context.finish(sample, await context.extend(sample))
 
 
-def load_generate_function(path: str | None) -> GenerateFunction:
+def load_generate_function(path: str | None, *, resumable: bool = False) -> GenerateFunction:
     """The function of ``--custom-generate-function-path``, or the default for None.
 
+    Args:
+        resumable: it has to go on from the tokens that a sample has.
+
     Raises:
-        ValueError: it cannot be imported.
+        ValueError: it cannot be imported, or does not say that it is resumable.
     """
-    return generate_response if path is None else load_function(_CUSTOM_FLAG, path)
+    if path is None:
+        return generate_response
+    function: GenerateFunction = load_function(_CUSTOM_FLAG, path)
+    if resumable and getattr(function, "resumable", False) is not True:
+        name = path.rpartition(":")[2]
+        raise ValueError(
+            f"{_CUSTOM_FLAG} {path}: with --partial-rollout the function is called again for an interrupted sample, "
+            "with the tokens that it has, and has to go on from there. Make it do so and say it below its definition "
+            f"with `{name}.resumable = True`, or remove --partial-rollout"
+        )
+    return function
 
 
 async def run_generate_function(function: GenerateFunction, sample: Sample, context: GenerationContext) -> None:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import logging
+import math
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from relax_data.prompts.ledger import PromptLedger, PromptState
 from relax_data.types import SampleGroup, WeightVersion
@@ -12,11 +14,12 @@ from relax_rollout.filters import GroupFilter, judge
 from relax_rollout.loop.feed import PromptFeed
 from relax_rollout.loop.runner import GroupRunner, InflightGroups
 from relax_rollout.settings import RolloutSettings
+from relax_rollout.staleness import OpenGroup, StalenessBound, blocked_by, choose
 
 logger = logging.getLogger(__name__)
 
 MAX_INTERRUPTIONS = 4
-"""Times that over-sampling may interrupt a sample before a rollout waits for its group."""
+"""Times that over-sampling may throw a sample's tokens away before a rollout waits for its group."""
 
 PROMPT_TOO_LONG = "prompt_too_long"
 
@@ -64,6 +67,7 @@ class RolloutContext:
         ledger: PromptLedger,
         feed: PromptFeed,
         runner: GroupRunner,
+        bound: StalenessBound,
         group_filter: GroupFilter | None,
         dropped: list[DroppedPrompt],
         max_rejected: int,
@@ -75,8 +79,13 @@ class RolloutContext:
         self.settings = settings
         self.ledger = ledger
         self.runner = runner
+        self.bound = bound
         self.dropped = dropped
         self.groups_done = 0
+        self.waits_for = ""
+        """Why the rollout goes on although the batch is full; empty when it does not."""
+        self.full_since: float | None = None
+        """When it began to wait so, in seconds of ``time.monotonic()``."""
         self._feed = feed
         self._filter = group_filter
         self._max_rejected = max_rejected
@@ -116,8 +125,10 @@ class RolloutContext:
             for group in taken:
                 if self.runner.context.room(group.prompt) < 1:
                     self._drop_too_long(group)
-                else:
-                    groups.append(group)
+                    continue
+                if group.start_version is None:
+                    group.start_version = self.version
+                groups.append(group)
         return groups
 
     def keep(self, group: SampleGroup) -> bool:
@@ -172,13 +183,78 @@ class RolloutContext:
         )
         self.drop(group, PROMPT_TOO_LONG)
 
+    # ------------------------------------------------------------------ the gate
 
-def _was_overdue(group: SampleGroup) -> bool:
-    return any(s.aborted_count >= MAX_INTERRUPTIONS for s in group.samples)
+    def startable(self, *, full: bool) -> int:
+        """How many groups to take now: those that have tokens, and as many others as may be open beside them.
+
+        Args:
+            full: the batch is; nothing new is started then.
+        """
+        interrupted = sum(g.start_version is not None for g in self.ledger.waiting)
+        most = self.settings.submitted_prompts
+        if self.settings.partial_rollout:  # otherwise what is not whole starts again, and has no age
+            most = self.bound.most_open(version=self.version, step=self.version)
+        return interrupted + (0 if full else max(0, most - len(self._opened())))
+
+    def chosen(self) -> list[SampleGroup]:
+        """The groups that the training step takes if the rollout ends now, the most urgent first."""
+        ready = {g.prompt.prompt_id: g for g in self.ledger.ready}
+        taken = choose(map(_opened, ready.values()), self.bound, overdue=self.overdue(ready.values()))
+        return [ready[g.prompt_id] for g in taken]
+
+    def overdue(self, groups: Iterable[SampleGroup]) -> set[int]:
+        """Prompt ids of those groups whose samples were thrown away so often that they must not be once more."""
+        if self.settings.partial_rollout:
+            return set()
+        return {g.prompt.prompt_id for g in groups if any(s.aborted_count >= MAX_INTERRUPTIONS for s in g.samples)}
+
+    def awaited(self, running: InflightGroups, chosen: Sequence[SampleGroup]) -> list[SampleGroup]:
+        """Groups that a full batch waits for, because they would become too old or were interrupted too often.
+
+        Args:
+            running: the groups that run.
+            chosen: what :meth:`chosen` gave.
+        """
+        opened, taken = self._opened(), [_opened(g) for g in chosen]
+        limit: float = MAX_INTERRUPTIONS
+        if self.settings.partial_rollout:
+            limit = self.settings.partial_rollout_max_aborted_count or math.inf
+        else:
+            opened = [g for g in opened if g.start < self.version]
+        late = {g.prompt_id for g in blocked_by(opened, taken, self.bound, step=self.version)}
+        groups = self.ledger.groups(PromptState.OUT, PromptState.PARTIAL)
+        found = [g for g in groups if g.prompt.prompt_id in late]
+        found += [g for g in running.groups if _is_overdue(g, limit) and g not in found]
+        self._note_wait(found)
+        return found
+
+    def _opened(self) -> list[OpenGroup]:
+        """The groups that count for the gate: started, and neither given to a training step nor dropped."""
+        groups = self.ledger.groups(PromptState.OUT, PromptState.PARTIAL, PromptState.BUFFERED)
+        return [_opened(g) for g in groups if g.start_version is not None]
+
+    def _note_wait(self, groups: Sequence[SampleGroup]) -> None:
+        self.waits_for = ""
+        if not groups:
+            return
+        if self.full_since is None:
+            self.full_since = time.monotonic()
+        first = min(groups, key=lambda g: g.prompt.prompt_id)
+        age = self.version - (self.version if first.start_version is None else first.start_version)
+        self.waits_for = (
+            f"the batch is full, but {len(groups)} group(s) cannot wait any longer: {first.prompt.source}, {age} "
+            f"version(s) old, interrupted up to {max(s.aborted_count for s in first.samples)} times"
+        )
 
 
-def _is_overdue(group: SampleGroup) -> bool:
-    return any(s.aborted_count >= MAX_INTERRUPTIONS and not s.status.finished for s in group.samples)
+def _opened(group: SampleGroup) -> OpenGroup:
+    assert group.start_version is not None, "a group that has tokens was started"
+    return OpenGroup(group.start_version, group.prompt.prompt_id)
+
+
+def _is_overdue(group: SampleGroup, limit: float) -> bool:
+    return any(s.aborted_count >= limit and not s.status.finished for s in group.samples)
 
 
 RolloutFunction = Callable[[RolloutContext], Awaitable[list[SampleGroup]]]
@@ -187,33 +263,33 @@ RolloutFunction = Callable[[RolloutContext], Awaitable[list[SampleGroup]]]
 async def collect_groups(rollout: RolloutContext) -> list[SampleGroup]:
     """Collects the groups of a rollout; the default rollout function: over-sampling, first finished first.
 
-    Submits ``--over-sampling-batch-size`` prompts for each ``--rollout-batch-size`` groups that are missing, and
-    replaces rejected groups in the same proportion. When enough groups are accepted, the others are interrupted: whole
-    ones are ready for the next rollout, unfinished samples start again there, before any new prompt. A group of which
-    a sample was interrupted :data:`MAX_INTERRUPTIONS` times is waited for, and is among those returned: a long response
-    would else be thrown away for ever.
+    Keeps ``--over-sampling-batch-size`` groups open: those that earlier rollouts left over, whole or interrupted, and
+    new prompts; a rejected group is replaced. When ``--rollout-batch-size`` groups are accepted, the others are
+    interrupted: whole ones are ready for the next rollout, unfinished samples go on there from the tokens that they
+    have (``--partial-rollout``) or start again. The rollout waits for groups that could not be trained in time
+    otherwise (:mod:`relax_rollout.staleness`), and for those that were interrupted too often
+    (``--partial-rollout-max-aborted-count``; :data:`MAX_INTERRUPTIONS` times when they start again: a long response
+    would else be thrown away for ever).
     """
-    settings = rollout.settings
-    wanted = settings.rollout_batch_size
-    done = rollout.take_ready(wanted)
-    rollout.groups_done = len(done)
+    wanted = rollout.settings.rollout_batch_size
     running = rollout.running()
     try:
-        while len(done) < wanted or any(map(_is_overdue, running.groups)):
-            missing = wanted - len(done) - len(running)
-            if missing > 0:
-                # Rounded up; equal to `missing` without over-sampling, so that nothing is generated in vain.
-                for group in rollout.take(-(-missing * settings.submitted_prompts // wanted)):
-                    running.submit(group)
+        while True:
+            chosen = rollout.chosen()
+            rollout.groups_done = len(chosen)
+            full = len(chosen) == wanted
+            if full and not rollout.awaited(running, chosen):
+                break
+            for group in rollout.take(rollout.startable(full=full)):
+                running.submit(group)
             if not len(running):
                 break  # the last epoch is over
-            finished = [g for g in await running.next_finished() if rollout.keep(g)]
-            done = [g for g in finished if _was_overdue(g)] + done + [g for g in finished if not _was_overdue(g)]
-            rollout.groups_done = min(len(done), wanted)
+            for group in await running.next_finished():
+                rollout.keep(group)
         for group, whole in await running.interrupt():
             if whole:
                 rollout.keep(group)
     except BaseException:
         await running.cancel()
         raise
-    return done[:wanted]
+    return rollout.chosen()

@@ -4,7 +4,7 @@ import logging
 
 from relax_data.prompts.ledger import PromptLedger, PromptState
 from relax_data.prompts.source import PromptSource
-from relax_data.types import SampleGroup
+from relax_data.types import SampleGroup, SampleStatus
 
 logger = logging.getLogger(__name__)
 
@@ -18,18 +18,29 @@ class PromptFeed:
         source_exhausted: the source gave fewer prompts than it was asked for: it has no more.
     """
 
-    def __init__(self, source: PromptSource, ledger: PromptLedger, n_samples: int) -> None:
+    def __init__(
+        self, source: PromptSource, ledger: PromptLedger, n_samples: int, *, keep_interrupted: bool = False
+    ) -> None:
+        """Takes nothing yet.
+
+        Args:
+            source: prompts.
+            ledger: where groups wait.
+            n_samples: responses to a prompt.
+            keep_interrupted: unfinished samples keep their tokens.
+        """
         self.source_exhausted = False
+        self._keep = keep_interrupted
         self._source = source
         self._ledger = ledger
         self._n_samples = n_samples
 
     def take(self, n: int) -> list[SampleGroup]:
-        """Up to ``n`` groups to generate: waiting ones, then new prompts. They are out from now on.
+        """Up to ``n`` groups to generate: waiting ones that have tokens, then others, then new prompts.
 
-        Fewer than ``n`` only when the source has no more.
+        They are out from now on. Fewer than ``n`` only when the source has no more.
         """
-        taken = self._ledger.waiting[:n]
+        taken = sorted(self._ledger.waiting, key=lambda g: g.start_version is None)[:n]
         self._ledger.take_back(g.prompt.prompt_id for g in taken)  # before the source is asked, which may raise
         missing = n - len(taken)
         if missing > 0:
@@ -41,11 +52,20 @@ class PromptFeed:
         return taken
 
     def put_back(self) -> None:
-        """Lets all groups that are out wait for the next rollout; samples that an error left half done start again."""
+        """Lets all groups that are out wait for the next rollout.
+
+        Samples that an error left half done start again, or go on from the tokens of their finished requests.
+        """
         active = self._ledger.active
-        for sample in (s for g in active for s in g.samples):
-            if not sample.status.finished:
-                sample.restart()
+        for group in active:
+            for sample in group.samples:
+                if sample.status.finished:
+                    continue
+                if self._keep:
+                    sample.status, sample.error = SampleStatus.PENDING, None
+                else:
+                    sample.restart()
+            group.settle()
         self._ledger.interrupt(g.prompt.prompt_id for g in active)
 
     def restart_resized(self) -> None:
@@ -61,5 +81,6 @@ class PromptFeed:
         )
         for group in resized:
             group.samples = SampleGroup.start(group.prompt, self._n_samples).samples
+            group.settle()
             if self._ledger.state_of(group.prompt.prompt_id) is PromptState.BUFFERED:
                 self._ledger.interrupt([group.prompt.prompt_id])

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from relax_data.types import Sample, SampleGroup, SampleStatus, WeightVersion
 
+from relax_rollout.staleness import ages
 from relax_rollout.timer import PhaseTimer
 
 
@@ -35,6 +36,35 @@ def sample_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
     return metrics
 
 
+def staleness_metrics(samples: Sequence[Sample], version: WeightVersion) -> dict[str, float]:
+    """How old the tokens are that a training step gets, in versions and as shares; nothing for no samples.
+
+    Args:
+        samples: whole ones.
+        version: the policy version that consumes them.
+    """
+    staleness = sorted(version - s.oldest_version for s in samples if s.oldest_version is not None)
+    if not staleness:
+        return {}
+    tokens = sum(len(s.tokens) for s in samples)
+    return {
+        "staleness/mean": statistics.fmean(staleness),
+        "staleness/max": float(staleness[-1]),
+        "staleness/p95": float(staleness[-(-95 * len(staleness) // 100) - 1]),
+        "train/off_policy_token_share": sum(v < version for s in samples for v in s.versions) / tokens,
+        "train/masked_token_share": sum(not m for s in samples for m in s.loss_mask) / tokens,
+        "train/mixed_version_sample_share": sum(len(set(s.versions)) > 1 for s in samples) / len(samples),
+        "rollout/interruptions_per_sample": statistics.fmean(s.aborted_count for s in samples),
+    }
+
+
+def sample_histograms(samples: Sequence[Sample], version: WeightVersion) -> dict[str, dict[int, int]]:
+    """How often each staleness (versions) and response length (tokens) occurs among the samples of a training step."""
+    staleness = ages((s.oldest_version for s in samples), version)
+    lengths = Counter(len(s.tokens) for s in samples)
+    return {"staleness/samples": dict(staleness), "rollout/response_lengths": dict(lengths)}
+
+
 def rollout_metrics(
     groups: Sequence[SampleGroup],
     *,
@@ -59,10 +89,7 @@ def rollout_metrics(
     samples = [s for g in groups for s in g.samples]
     elapsed = max(timer.elapsed_s, 1e-9)
     metrics = sample_metrics(samples, "rollout")
-    staleness = [version - s.oldest_version for s in samples if s.oldest_version is not None]
-    if staleness:
-        metrics["rollout/staleness"] = statistics.fmean(staleness)
-        metrics["rollout/staleness_max"] = float(max(staleness))
+    metrics |= staleness_metrics(samples, version)
     counts = Counter(dropped)
     buffered = prompts["partial"] + prompts["buffered"]
     metrics |= {f"rollout/dropped/{reason}": float(n) for reason, n in sorted(counts.items())}

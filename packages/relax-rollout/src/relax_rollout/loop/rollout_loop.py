@@ -1,14 +1,15 @@
 """The rollout loop: asks the engines for the groups of one training step after the other, and loses no prompt."""
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from relax_data.hooks import load_function
 from relax_data.prompts.ledger import PromptLedger, PromptState
 from relax_data.prompts.source import PromptSource
 from relax_data.serialization import STATE_FORMAT, check_format
-from relax_data.types import SampleGroup, WeightVersion
+from relax_data.types import Sample, SampleGroup, WeightVersion
 
 from relax_rollout.concurrency import UserFunctionError, guarded
 from relax_rollout.engines.base import Engine
@@ -24,10 +25,11 @@ from relax_rollout.loop.context import (
     collect_groups,
 )
 from relax_rollout.loop.feed import PromptFeed
-from relax_rollout.loop.metrics import rollout_metrics
+from relax_rollout.loop.metrics import rollout_metrics, sample_histograms
 from relax_rollout.loop.runner import STALL_TIMEOUT_S, GroupRunner, InflightGroups
 from relax_rollout.rewards.base import RewardFunction
 from relax_rollout.settings import RolloutSettings
+from relax_rollout.staleness import OpenGroup, StalenessBound, surplus
 from relax_rollout.timer import PhaseTimer
 
 MAX_REJECTED_BATCHES = 16
@@ -47,11 +49,13 @@ class RolloutResult:
             the end of the last epoch.
         metrics: see :mod:`relax_rollout.loop.metrics`.
         dropped: prompts that were dropped since the last rollout was returned.
+        histograms: see :func:`relax_rollout.loop.metrics.sample_histograms`.
     """
 
     groups: list[SampleGroup]
     metrics: dict[str, float]
     dropped: list[DroppedPrompt]
+    histograms: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
 
 
 class RolloutLoop:
@@ -65,19 +69,20 @@ class RolloutLoop:
         tokenizer: transformers tokenizer; only its ``decode`` is used here.
         filter: decides about each scored group; default: that of ``--dynamic-sampling-filter-path``.
         concurrency: most requests at the same time for each engine.
-        max_staleness: a buffered sample whose oldest version is further behind the version of the rollout than this
-            starts again from its prompt; None: no limit.
+        max_staleness: most versions between a sample's oldest token and the rollout that returns it
+            (:mod:`relax_rollout.staleness`); None: no limit.
         trains: False when the samples train nothing (a debug run): they are booked as dropped.
         max_rejected: error after this many dropped prompts in a row;
             default: ``MAX_REJECTED_BATCHES * rollout_batch_size``.
         progress: called about every ``progress_interval_s`` seconds while engines or rewards are waited for.
         stall_timeout_s: error after this many seconds in which no sample was generated or scored.
+        end_token_ids: tokens that end a sequence for the engines; default: the tokenizer's.
 
     Attributes:
         ledger: where each prompt of the run is, with the groups of the open ones.
 
     Raises:
-        ValueError: the settings are wrong, a function cannot be imported, or partial rollout is asked for.
+        ValueError: the settings are wrong, or a function cannot be imported or used.
     """
 
     def __init__(  # noqa: PLR0913  # the parts of a rollout, by name
@@ -96,10 +101,9 @@ class RolloutLoop:
         progress: ProgressCallback | None = None,
         progress_interval_s: float = 5.0,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        end_token_ids: Collection[int] | None = None,
     ) -> None:
         problems = settings.problems()
-        if settings.partial_rollout:
-            problems.append("--partial-rollout is not implemented in this version; remove it")
         if max_staleness is not None and max_staleness < 0:
             problems.append(f"--max-staleness is {max_staleness}; it must be at least 0")
         if problems:
@@ -111,12 +115,16 @@ class RolloutLoop:
         if filter is None and settings.dynamic_sampling_filter_path is not None:
             filter = load_filter(settings.dynamic_sampling_filter_path)
         self._filter = filter
-        self._generate = load_generate_function(settings.custom_generate_function_path)
+        partial = settings.partial_rollout
+        self._generate = load_generate_function(settings.custom_generate_function_path, resumable=partial)
         self._collect: RolloutFunction = collect_groups
         if settings.rollout_function_path is not None:
             self._collect = load_function("--rollout-function-path", settings.rollout_function_path)
         self._concurrency = concurrency
         self._max_staleness = max_staleness
+        if end_token_ids is None:
+            end_token_ids = [i for i in (getattr(tokenizer, "eos_token_id", None),) if isinstance(i, int)]
+        self._ends = frozenset(end_token_ids)
         self._max_rejected = max_rejected or MAX_REJECTED_BATCHES * settings.rollout_batch_size
         self._progress = progress
         self._progress_interval_s = progress_interval_s
@@ -124,9 +132,22 @@ class RolloutLoop:
         self._trains = trains
         self.ledger = PromptLedger()
         self._source = source
-        self._feed = PromptFeed(source, self.ledger, settings.n_samples_per_prompt)
+        self._feed = self._feed_of(self.ledger)
         self._dropped: list[DroppedPrompt] = []
         self._busy = False
+
+    @property
+    def _bound(self) -> StalenessBound:
+        settings = self.settings
+        return StalenessBound(
+            batch=settings.rollout_batch_size, depth=settings.submitted_prompts, max_staleness=self._max_staleness
+        )
+
+    def _feed_of(self, ledger: PromptLedger) -> PromptFeed:
+        settings = self.settings
+        return PromptFeed(
+            self._source, ledger, settings.n_samples_per_prompt, keep_interrupted=settings.partial_rollout
+        )
 
     @property
     def exhausted(self) -> bool:
@@ -156,7 +177,7 @@ class RolloutLoop:
         rollout = self._start(rollout_id, version, router, timer)
         self._busy = True
         try:
-            self._restart_stale(rollout)
+            self._restart_unusable(rollout)
             groups = self._checked(rollout, await self._collected(rollout))
             self.ledger.assign(g.prompt.prompt_id for g in groups)
         finally:
@@ -172,9 +193,27 @@ class RolloutLoop:
             prompts=self.ledger.counts(),
             timer=timer,
         )
-        open_samples = [s for g in (*groups, *self.ledger.waiting) for s in g.samples]
-        metrics["rollout/interrupted_max"] = float(max((s.aborted_count for s in open_samples), default=0))
-        return RolloutResult(groups=groups, metrics=metrics, dropped=dropped)
+        return RolloutResult(
+            groups=groups,
+            metrics=metrics | self._interruption_metrics(rollout, groups),
+            dropped=dropped,
+            histograms=sample_histograms([s for g in groups for s in g.samples], version),
+        )
+
+    def _interruption_metrics(self, rollout: RolloutContext, groups: Sequence[SampleGroup]) -> dict[str, float]:
+        """What interrupted samples cost and kept; see :mod:`relax_rollout.loop.metrics`."""
+        carried = self.ledger.groups(PromptState.PARTIAL, PromptState.BUFFERED)
+        context, waited = rollout.runner.context, 0.0
+        if rollout.full_since is not None:
+            waited = time.monotonic() - rollout.full_since
+        most = max((s.aborted_count for g in (*groups, *carried) for s in g.samples), default=0)
+        return {
+            "rollout/interrupted_max": float(most),
+            "rollout/open_groups": float(sum(g.start_version is not None for g in carried)),
+            "rollout/kept_tokens": float(context.kept_tokens),
+            "rollout/reprefilled_tokens": float(context.reprefilled_tokens),
+            "rollout/waited_for_deadline_s": waited,
+        }
 
     def book_returned(self) -> None:
         """Books what the last rollout returned: by now the trainer has it. Does nothing when that is booked already."""
@@ -218,7 +257,7 @@ class RolloutLoop:
         ledger.load_state_dict(ledger_state)
         self._source.load_state_dict(source_state)
         self._dropped, self.ledger = dropped, ledger
-        self._feed = PromptFeed(self._source, ledger, self.settings.n_samples_per_prompt)
+        self._feed = self._feed_of(ledger)
         self._feed.restart_resized()
 
     def _start(
@@ -231,8 +270,17 @@ class RolloutLoop:
             tokenizer=self._tokenizer,
             version=version,
             label=f"r{rollout_id}",
+            end_token_ids=self._ends,
         )
-        runner = GroupRunner(router, context, generate=self._generate, reward=self._reward, timer=timer)
+        runner = GroupRunner(
+            router,
+            context,
+            generate=self._generate,
+            reward=self._reward,
+            timer=timer,
+            keep_interrupted=self.settings.partial_rollout,
+            mask_off_policy=self.settings.mask_offpolicy_in_partial_rollout,
+        )
 
         def report(rollout: RolloutContext, groups_done: int, running: InflightGroups) -> None:
             if self._progress is not None:
@@ -245,7 +293,7 @@ class RolloutLoop:
                         prompts_dropped=len(rollout.dropped),
                         tokens=router.tokens,
                         elapsed_s=timer.elapsed_s,
-                        waiting_for=running.waiting_for,
+                        waiting_for="; ".join(filter(None, (running.waiting_for, rollout.waits_for))),
                     )
                 )
 
@@ -256,6 +304,7 @@ class RolloutLoop:
             ledger=self.ledger,
             feed=self._feed,
             runner=runner,
+            bound=self._bound,
             group_filter=self._filter,
             dropped=self._dropped,
             max_rejected=self._max_rejected,
@@ -268,18 +317,37 @@ class RolloutLoop:
             progress=report,
         )
 
-    def _restart_stale(self, rollout: RolloutContext) -> None:
-        """Lets buffered samples that are too old for this rollout start again; none is dropped.
+    def _restart_unusable(self, rollout: RolloutContext) -> None:
+        """Lets samples at rest start again that cannot be trained as they are; none is dropped.
 
-        So do those of later weights than this rollout has: a run that begins again at a lower rollout than the
-        checkpoint's trains other weights under the same versions.
+        Those are: samples of later weights than this rollout has (a run that begins again at a lower rollout than the
+        checkpoint's trains other weights under the same versions), unfinished ones without room for another token
+        (a limit was lowered), and groups that are, or would become, too old: see
+        :func:`relax_rollout.staleness.surplus`.
         """
-        oldest = 0 if self._max_staleness is None else rollout.version - self._max_staleness
-        for group in (*self.ledger.ready, *self.ledger.waiting):
-            stale = [s for s in group.samples if any(not oldest <= v <= rollout.version for v in s.versions)]
-            for sample in stale:
-                rollout.runner.restart(sample)
-            if stale and self.ledger.state_of(group.prompt.prompt_id) is PromptState.BUFFERED:
+        at_rest, room = (*self.ledger.ready, *self.ledger.waiting), rollout.runner.context.room
+        for group in at_rest:
+            self._restart(
+                rollout,
+                group,
+                lambda s: (
+                    any(v > rollout.version for v in s.versions)
+                    or (not s.status.finished and len(s.tokens) >= max(1, room(s.prompt)))
+                ),
+            )
+        opened = [OpenGroup(g.start_version, g.prompt.prompt_id) for g in at_rest if g.start_version is not None]
+        for late in surplus(opened, self._bound, step=rollout.version, overdue=rollout.overdue(at_rest)):
+            group = self.ledger.group(late.prompt_id)
+            assert group is not None, "an open group is in the ledger"
+            self._restart(rollout, group, lambda sample: True)
+
+    def _restart(self, rollout: RolloutContext, group: SampleGroup, unusable: Callable[[Sample], bool]) -> None:
+        again = [s for s in group.samples if s.tokens and unusable(s)]
+        for sample in again:
+            rollout.runner.restart(sample)
+        if again:
+            group.settle()
+            if self.ledger.state_of(group.prompt.prompt_id) is PromptState.BUFFERED:
                 self.ledger.interrupt([group.prompt.prompt_id])
 
     async def _collected(self, rollout: RolloutContext) -> Any:

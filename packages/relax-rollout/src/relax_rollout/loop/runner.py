@@ -37,9 +37,23 @@ class GroupRunner:
         generate: GenerateFunction,
         reward: RewardFunction,
         timer: PhaseTimer,
+        keep_interrupted: bool = False,
+        mask_off_policy: bool = False,
     ) -> None:
+        """Takes what it works with.
+
+        Args:
+            router: sends the requests.
+            context: what generate functions get.
+            generate: generates one response.
+            reward: scores it.
+            timer: told when scores are computed.
+            keep_interrupted: interrupted samples keep their tokens and go on from there, instead of starting again.
+            mask_off_policy: a finished sample is trained on the tokens of its newest weights alone.
+        """
         self.router = router
         self.context = context
+        self._keep, self._mask = keep_interrupted, mask_off_policy
         self._generate = generate
         self._reward = reward
         self._timer = timer
@@ -70,13 +84,16 @@ class GroupRunner:
         return True
 
     def interrupted(self, sample: Sample) -> None:
-        """Decides what becomes of a sample that an engine aborted: it starts again from the clean prompt.
+        """Decides what becomes of a sample that an engine aborted: it goes on from its tokens, or starts again.
 
-        The only place that decides it. Continuing from the tokens it has (partial rollout) would be decided here too.
+        The only place that decides it.
         """
         if sample.tokens:
             sample.aborted_count += 1
-        self.restart(sample)
+        if self._keep:
+            sample.status = SampleStatus.PENDING
+        else:
+            self.restart(sample)
 
     def restart(self, sample: Sample) -> None:
         """Throws the response away, so that the sample is generated from its prompt again; counted."""
@@ -87,6 +104,7 @@ class GroupRunner:
     async def _run_sample(self, sample: Sample) -> None:
         aborts = 0
         while not sample.status.finished:
+            self.context.continue_from(sample)
             await run_generate_function(self._generate, sample, self.context)
             self.steps += 1
             if sample.status is SampleStatus.ABORTED:
@@ -99,6 +117,8 @@ class GroupRunner:
                         f"{sample.name}: an engine aborted its request {aborts} times without being asked to; "
                         "look into the engine's log"
                     )
+        if self._mask:
+            _mask_off_policy(sample)
         if not self._reward.per_group and sample.reward is None:
             await self._score(sample, sample.name)
 
@@ -110,6 +130,13 @@ class GroupRunner:
         finally:
             del self.scoring[id(target)]
         self.steps += 1
+
+
+def _mask_off_policy(sample: Sample) -> None:
+    """Takes the tokens out of the loss that are older than the last one an engine sampled. Again without effect."""
+    trained = [v for v, m in zip(sample.versions, sample.loss_mask, strict=True) if m]
+    if trained:
+        sample.mask_older_than(trained[-1])
 
 
 class InflightGroups:

@@ -21,6 +21,7 @@ from relax_cli.workers.rollout import RolloutOutput
 from relax_cli.workers.rollout_worker import RolloutWorker
 from relax_cli.workers.trainer_group import TrainerGroup
 from relax_data.types import Prompt, SampleGroup, SampleStatus, StepManifest, TrainBatch
+from relax_train.checkpoint.manifest import Loaded
 from relax_train.settings import CheckpointSettings, ModelSettings, TrainSettings
 from rich.console import Console
 
@@ -85,12 +86,12 @@ class RecordingRollout(RolloutWorker):
     def resume_memory(self, tag: "MemoryTag") -> None:
         self._book.note("resume_memory")
 
-    def state_dict(self) -> dict[str, Any]:
-        self._book.note("state_dict")
+    def save_state(self, directory: str, rollout_id: int) -> dict[str, Any]:
+        self._book.note("save_state", rollout_id)
         return {"cursor": sum(c.startswith("generate") for c in self._book.calls)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._book.note("load_state_dict")
+    def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        self._book.note("load_state", int(folder.name))
 
 
 class RecordingTrainers(TrainerGroup):
@@ -100,6 +101,7 @@ class RecordingTrainers(TrainerGroup):
         self._book, self._checkpoint = book, checkpoint
         self.rows: list[RowReference] = []
         self.saved_state: dict[str, Any] = {}
+        self.saved_files: Path | None = None
 
     def train(self, manifest: StepManifest, rows: RowReference, rollout_id: int) -> dict[str, float]:
         assert manifest.rollout_id == rollout_id
@@ -117,13 +119,16 @@ class RecordingTrainers(TrainerGroup):
     def wake(self) -> None:
         self._book.note("wake")
 
-    def save(self, directory: str, rollout_id: int, extra: dict[str, Any]) -> None:
+    def save(self, directory: str, rollout_id: int, extra: dict[str, Any], files: Path | None = None) -> None:
         self._book.note("save", rollout_id)
-        self.saved_state = extra
+        self.saved_state, self.saved_files = extra, files
 
-    def load(self, directory: str) -> Checkpoint | None:
+    def load(self, directory: str) -> Loaded | None:
         self._book.note("load")
-        return self._checkpoint
+        if self._checkpoint is None:
+            return None
+        rollout_id, extra = self._checkpoint
+        return Loaded(rollout_id, extra, optimizer=True, folder=Path(directory) / str(rollout_id))
 
     def save_hf(self, directory: str) -> None:
         self._book.note("save_hf")
@@ -241,7 +246,7 @@ def test_engines_and_trainer_take_turns_on_shared_gpus() -> None:
         "generate 0 0",
         *("release_memory", "wake", "train 0"),
         *("resume_memory", "push_weights 1", "sleep", "resume_memory", "weight_versions"),
-        *("release_memory", "wake", "state_dict", "save 0"),
+        *("release_memory", "wake", "save_state 0", "save 0"),
     ]
 
 
@@ -261,6 +266,7 @@ def test_the_checkpoint_of_a_step_holds_the_prompts_after_it() -> None:
     assert states == [{"rollout": {"cursor": 2}}]
     assert only(workers.calls, "save") == ["save 1", "save 2"], "the interval, and the last step"
     assert workers.saved_state == {"rollout": {"cursor": 3}}
+    assert workers.ranks.saved_files == Path("s").absolute() / "rollout_2.rollout.tmp"
     assert outcome.last_checkpoint == "s"
     assert outcome.saved_rollout == outcome.next_rollout - 1
 
@@ -304,13 +310,13 @@ def test_a_last_step_on_the_interval_is_saved_once() -> None:
 def test_an_export_alone_is_written_too() -> None:
     workers = RecordingWorkers()
     run(workers, num_rollout=3, save={"save_hf": "hf/{rollout_id}", "save_interval": 2})
-    assert only(workers.calls, "save", "save_hf", "state_dict") == ["save_hf", "save_hf"]
+    assert only(workers.calls, "save", "save_hf", "save_state") == ["save_hf", "save_hf"]
 
 
 def test_resume_goes_on_after_the_saved_rollout_with_its_version() -> None:
     workers = RecordingWorkers(checkpoint=(4, {"rollout": {"cursor": 5}}))
     outcome = run(workers, num_rollout=6, save={"load": "s", "save": "s"})
-    assert workers.calls[:5] == ["load", "load_state_dict", "push_weights 5", "weight_versions", "generate 5 5"]
+    assert workers.calls[:5] == ["load", "load_state 4", "push_weights 5", "weight_versions", "generate 5 5"]
     assert only(workers.calls, "save") == ["save 5"]
     assert (outcome.first_rollout, outcome.next_rollout) == (5, 6)
 
@@ -326,7 +332,7 @@ def test_a_checkpoint_that_does_not_say_which_prompts_come_next_is_refused() -> 
 def test_a_checkpoint_of_a_run_without_rollouts_begins_with_the_first_prompt() -> None:
     workers = RecordingWorkers(checkpoint=(4, {"rollout": None}))
     run(workers, num_rollout=6, save={"load": "s", "save": "s"})
-    assert only(workers.calls, "load_state_dict", "generate") == ["generate 5 5"]
+    assert only(workers.calls, "load_state", "generate") == ["generate 5 5"]
 
 
 def test_a_finished_run_that_is_resumed_does_nothing() -> None:
@@ -382,3 +388,4 @@ def test_training_alone_asks_no_engine(tmp_path: Path) -> None:
     assert workers.calls == ["train 0", "save 0"]
     assert workers.rows == [FileRows(tmp_path / "0.jsonl", 0)], "each rank reads the file itself"
     assert workers.saved_state == {"rollout": None}
+    assert workers.ranks.saved_files is None

@@ -1,8 +1,10 @@
 """What the rollout actor finds wrong before any engine has loaded, wherever its process was started."""
 
 import asyncio
+import errno
 import json
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from relax_cli.workers.rollout import RolloutActor
 from relax_data.types import Prompt, SampleGroup, SampleStatus
 from relax_rollout.engines.base import EngineAddress
 from relax_rollout.loop.rollout_loop import RolloutResult
+from relax_train.checkpoint.folders import CheckpointError
 
 
 @pytest.fixture(autouse=True)
@@ -77,18 +80,39 @@ def test_the_actor_resumes_with_the_prompts_it_saved(task: Any, tmp_path: Path) 
             await each.connect([engine])
         metrics = (await actor.generate(0, 0)).metrics
         assert [metrics[f"prompts/{s}"] for s in ("out", "buffered", "trained", "dropped")] == [1, 2, 0, 0]
-        state = json.loads(json.dumps(await actor.state_dict()))
-        await again.load_state_dict(state)
+        state = json.loads(json.dumps(await actor.save_state("checkpoints", 0)))
+        folder = tmp_path / "checkpoints" / "rollout_0.rollout.tmp"
+        await again.load_state(state, folder)
         assert again._loop.ledger.trained == 1
-        assert await again.state_dict() == state
+        assert await again.save_state("checkpoints", 1) == state
         assert [p.prompt_id for p in again._source.next(1)] == [3]
-        state["ledger"]["open"].append(state["ledger"]["open"][1])
+        state["ledger"]["open"][0]["prompt"]["prompt_id"] = 2
         with pytest.raises(ValueError, match=r"prompts \[2\] are twice in it; load another checkpoint"):
-            await again.load_state_dict(state)
+            await again.load_state(state, folder)
         for each in (actor, again):
             await each.close()
 
     asyncio.run(run())
+
+
+def test_a_full_disk_names_what_is_there_still(task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    for name in ("rollout_3", "rollout_3.rollout.tmp"):
+        (checkpoints / name).mkdir(parents=True)
+    (checkpoints / "latest").write_text("rollout_3\n")
+    actor = RolloutActor(resolve(task.flags(), {}))
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError) as caught:
+        asyncio.run(actor.save_state("checkpoints", 4))
+    message = str(caught.value)
+    assert f"cannot save {checkpoints / 'rollout_4'}: [Errno 28] No space left on device. " in message
+    assert "MB are free there; make room, choose another --save" in message
+    assert message.endswith("The checkpoint of rollout 3 is as it was.")
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", "rollout_3", "rollout_3.rollout.tmp"]
 
 
 def groups(*lengths: int) -> list[SampleGroup]:

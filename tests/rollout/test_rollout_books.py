@@ -11,6 +11,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,7 +129,7 @@ class Schedule:
         )
         self.books = Books(dict.fromkeys(range(self.total), "unread"), {}, Counter(), [])
         self.in_hand: set[int] = set()
-        self.saved: tuple[str, Books] | None = None
+        self.saved: tuple[tuple[str, bytes], Books] | None = None
         self.seen: Counter[str] = Counter()
         self.loop = self.make()
 
@@ -137,9 +138,20 @@ class Schedule:
             self.books.reasons["generated only"] += len(self.books.of("assigned"))
         self.books.move("assigned", "trained" if self.trains else "dropped")
 
+    def text(self) -> tuple[str, bytes]:
+        """The state of the loop as JSON, and the samples beside it."""
+        state = self.loop.state_dict()
+        samples = state["ledger"].pop("samples")
+        return json.dumps(state), samples
+
+    def restore(self, text: tuple[str, bytes]) -> None:
+        state = json.loads(text[0])
+        state["ledger"]["samples"] = text[1]
+        self.loop.load_state_dict(state)
+
     def save(self) -> None:
         """What a checkpoint of this moment has to give back."""
-        text = json.dumps(self.loop.state_dict())
+        text = self.text()
         self.book_returned()
         books = copy.deepcopy(self.books)
         books.move("out", "partial")
@@ -150,8 +162,8 @@ class Schedule:
         assert self.saved is not None
         text, books = self.saved
         self.books, self.loop = copy.deepcopy(books), self.make()
-        self.loop.load_state_dict(json.loads(text))
-        assert json.dumps(self.loop.state_dict()) == text
+        self.restore(text)
+        assert self.text() == text
         self.seen["loaded"] += 1
 
     def check(self) -> None:
@@ -301,11 +313,11 @@ class Schedule:
             groups = rollout.take_ready(self.total) + [finish(g) for g in rollout.take(self.total + 1)]
             return [g for g in groups if rollout.keep(g)]
 
-        text = json.dumps(self.loop.state_dict())
+        text = self.text()
         self.book_returned()
         self.collect = everything  # type: ignore[method-assign]
         self.loop = self.make()
-        self.loop.load_state_dict(json.loads(text))
+        self.restore(text)
         result = await self.loop.generate(99, 0)
         rest = [i for i, state in self.books.state.items() if state not in ("trained", "dropped")]
         # A group that is kept already was judged.
@@ -381,7 +393,7 @@ async def test_what_is_only_generated_is_not_booked_as_trained(make_loop: MakeLo
     assert loop.ledger.dropped.total() == 2
 
 
-async def test_a_damaged_state_is_refused_and_loads_nothing(make_loop: MakeLoop) -> None:
+async def test_a_damaged_state_is_refused_and_loads_nothing(make_loop: MakeLoop, tmp_path: Path) -> None:
     async def collect(rollout: RolloutContext) -> list[SampleGroup]:
         groups = rollout.take(3)
         rollout.keep(finish(groups[2]))
@@ -389,17 +401,17 @@ async def test_a_damaged_state_is_refused_and_loads_nothing(make_loop: MakeLoop)
 
     loop = make_loop(collect, 9)
     await loop.generate(0, 0)
-    state = json.loads(json.dumps(loop.state_dict()))
+    state = loop.state_dict()
     assert [(p["prompt"]["prompt_id"], p["state"]) for p in state["ledger"]["open"]] == [
         (1, "partial"),
         (2, "buffered"),
     ]
     other = make_loop(collect, 9)
     for damage, message in [
-        (lambda opened: opened.append(opened[0]), r"prompts \[1\] are twice in it"),
+        (lambda opened: opened[1]["prompt"].update(prompt_id=1), r"prompts \[1\] are twice in it"),
         (lambda opened: opened[0]["prompt"].update(prompt_id=8), r"prompts \[8\] are not among the 3"),
         (lambda opened: opened[1].update(state="flying"), r"prompts \[2\] are in state 'flying'"),
-        (lambda opened: opened.pop(), "3 prompts were handed out and 2 are accounted for"),
+        (lambda opened: opened.pop(), r"samples\.npz is of other groups: it has 2"),
     ]:
         damaged = copy.deepcopy(state)
         damage(damaged["ledger"]["open"])
@@ -408,6 +420,12 @@ async def test_a_damaged_state_is_refused_and_loads_nothing(make_loop: MakeLoop)
     for odd in (state | {"dropped": 7}, state | {"dropped": [{}]}, {k: v for k, v in state.items() if k != "source"}):
         with pytest.raises(ValueError, match=r"state of the checkpoint is damaged: .*; load another checkpoint"):
             other.load_state_dict(odd)
+    written = loop.save_state(tmp_path)
+    for odd in (written | {"ledger": 7}, {k: v for k, v in written.items() if k != "ledger"}):
+        with pytest.raises(ValueError, match=r"is damaged: .*; load another checkpoint"):
+            other.load_state(odd, tmp_path)
+    with pytest.raises(ValueError, match=r"samples\.npz cannot be read: .*; copy the checkpoint again"):
+        other.load_state(written, tmp_path / "nothing")
     with pytest.raises(ValueError, match="is damaged: it is no object, but '\\[\\]'"):
         check_format([])
     assert ids((await other.generate(0, 0)).groups) == [0], "it starts with the first prompt"

@@ -1,12 +1,13 @@
 """The rollout loop against a real model: order, over-sampling, staleness, filters, limits, custom functions."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from relax_data.prompts.ledger import LedgerError
+from relax_data.prompts.ledger import LedgerError, PromptLedger
 from relax_data.types import Prompt, Sample, SampleGroup, SampleStatus
 from relax_rollout.engines.base import GenerateRequest
 from relax_rollout.filters import reward_nonzero_std
@@ -105,10 +106,13 @@ async def test_interrupted_samples_restart_from_the_clean_prompt(make_loop: Make
     )
     first = await loop.generate(0, 0)
     assert prompt_ids(first.groups) == [0]
-    (state,) = loop.state_dict()["ledger"]["open"]
-    assert (state["state"], state["prompt"]["prompt_id"]) == ("partial", 1)
-    assert state["samples"][0]["status"] in ("completed", "truncated")
-    assert state["samples"][1] == {"index": 1, "aborted_count": 1, "status": "pending"}
+    (group,) = loop.ledger.waiting
+    assert group.prompt.prompt_id == 1
+    assert group.samples[0].status.finished
+    assert group.samples[1] == Sample(group.prompt, 1, aborted_count=1)
+    ledger = PromptLedger()
+    ledger.load_state_dict(loop.state_dict()["ledger"])
+    assert ledger.waiting == [dataclasses.replace(group, start_version=0)]
     assert first.metrics["rollout/restarted_samples"] == 1
     engine.version = 1
     second = await loop.generate(1, 1)

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import tempfile
 import uuid
 import zoneinfo
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from relax_data.prompts.ledger import PromptLedger
+from relax_data.prompts.saved_groups import SAMPLES_FILE
 from relax_data.serialization import from_plain, to_plain
 from relax_data.types import Prompt, SampleGroup
 from relax_rollout.loop.rollout_loop import RolloutLoop
@@ -33,6 +35,24 @@ PROMPTS = 14
 @pytest.fixture(scope="module")
 def exact_match() -> Any:
     return build_reward(RewardSettings(rm_type="exact-match"))
+
+
+Saved = tuple[dict[str, Any], bytes]
+
+
+def saved(loop: RolloutLoop) -> Saved:
+    """The state as it is in a checkpoint: what came through JSON, and the file of the samples."""
+    with tempfile.TemporaryDirectory() as name:
+        state = json.loads(json.dumps(loop.save_state(Path(name))))
+        (file,) = Path(name).iterdir()
+        assert file.name == SAMPLES_FILE
+        return state, file.read_bytes()
+
+
+def load(loop: RolloutLoop, state: Saved) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / SAMPLES_FILE).write_bytes(state[1])
+        loop.load_state(state[0], Path(name))
 
 
 async def run_with_kills(
@@ -53,7 +73,7 @@ async def run_with_kills(
     version = 0
     loop = make_loop(version)
     while not loop.exhausted:
-        state = json.loads(json.dumps(loop.state_dict()))
+        state = saved(loop)
         task = asyncio.ensure_future(loop.generate(version, version))
         turns = next(kill, None)
         for _ in range(turns or 0):
@@ -61,12 +81,12 @@ async def run_with_kills(
         if turns is not None and not task.done():
             hits += 1
             # A checkpoint may be written in the middle, too: it must hold everything.
-            state = json.loads(json.dumps(loop.state_dict())) if turns % 2 else state
+            state = saved(loop) if turns % 2 else state
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             loop = make_loop(version)
-            loop.load_state_dict(state)
-            dropped |= {d["prompt_id"]: d["reason"] for d in state["dropped"]}
+            load(loop, state)
+            dropped |= {d["prompt_id"]: d["reason"] for d in state[0]["dropped"]}
             continue
         result = await task
         returned += [g.prompt.prompt_id for g in result.groups]
@@ -162,16 +182,17 @@ async def test_state_keeps_every_token_of_a_surplus_group(
 
     loop = make_loop()
     await loop.generate(0, 0)
-    state = loop.state_dict()
+    state = saved(loop)
     assert len(loop.ledger.ready) >= 1
     resumed = make_loop()
-    resumed.load_state_dict(json.loads(json.dumps(state)))
-    assert resumed.state_dict() == state
-    expected = (await loop.generate(1, 0)).groups
-    assert (await resumed.generate(1, 0)).groups == expected
+    load(resumed, state)
+    assert saved(resumed) == state
+    expected = [g.samples for g in (await loop.generate(1, 0)).groups]
+    assert [g.samples for g in (await resumed.generate(1, 0)).groups] == expected
 
     wider = make_loop(n_samples=4)
-    wider.load_state_dict(state)
+    load(wider, state)
+    assert {g.start_version for g in wider.ledger.groups()} == {None}, "they start again"
     groups = (await wider.generate(1, 0)).groups
     assert [len(g.samples) for g in groups] == [4]
 
@@ -183,14 +204,20 @@ def test_state_of_another_format_is_refused(
         RolloutSettings(), engines=[make_engine()], source=make_source(), reward=length_reward, tokenizer=tokenizer
     )
     before = loop.state_dict()
-    # Format 1 kept the loop and the ledger beside each other, as two books.
+    # Format 1 kept the loop and the ledger beside each other, as two books; format 2 had all samples as JSON.
     first: dict[str, Any] = {
         "loop": {"format": 1, "buffer": {"source": {"position": 3}, "ready": [], "waiting": []}, "dropped": []},
         "ledger": {"step": 1, "trained": 3, "dropped": {}, "open": [], "closed_below": 3, "closed": []},
     }
-    for found, state in [("99", before | {"format": 99}), ("1", first), ("1", first["loop"]), ("None", {})]:
-        with pytest.raises(ValueError, match=rf"has format {found}, this version reads 2: .*--hf-checkpoint instead"):
-            loop.load_state_dict(state)
+    for found, state in [
+        ("99", before | {"format": 99}),
+        ("2", before | {"format": 2}),
+        ("1", first),
+        ("1", first["loop"]),
+        ("None", {}),
+    ]:
+        with pytest.raises(ValueError, match=rf"has format {found}, this version reads 3: .*--hf-checkpoint instead"):
+            loop.load_state(state, Path("not looked at"))
         assert loop.state_dict() == before
 
 
@@ -230,7 +257,9 @@ def test_labels_and_metadata_of_every_type_survive_a_checkpoint(value: Any) -> N
     prompt = Prompt(0, 0, "x.parquet:1", "p", [1], label=value, metadata={"entry": value})
     ledger, again = PromptLedger(), PromptLedger()
     ledger.hand_out([SampleGroup.start(prompt, 1)])
-    again.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    state = ledger.state_dict()
+    samples = state.pop("samples")
+    again.load_state_dict(json.loads(json.dumps(state)) | {"samples": samples})
     (restored,) = (g.prompt for g in again.groups())
     assert restored == prompt
     assert type(restored.label) is type(value)

@@ -177,31 +177,49 @@ def test_optimizer_state_loads_with_more_or_fewer_data_parallel_ranks(
             assert got == pytest.approx(expected, rel=1e-5)
 
 
+def _files_beside(folder: Path, rollout_id: int, rank: int) -> Path:
+    """A side folder with a file of another process; called by every rank."""
+    import torch.distributed as dist
+    from relax_train.checkpoint.folders import side_folder
+
+    files = side_folder(folder, rollout_id)
+    if rank == 0:
+        files.mkdir(parents=True)
+        (files / "samples.npz").write_bytes(bytes([rollout_id]) * 1000)
+    dist.barrier()
+    return files
+
+
 def _full_disk(harness: Any, reference: Any, folder: Path, limits: list[int], failing_rank: int) -> Any:
+    import torch.distributed as dist
     from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint
     from relax_train.checkpoint.sharded_io import CheckpointError
 
     run = harness(reference.folder, {})
     run.step(reference.rows[0])
-    save_checkpoint(folder, 0, run.model, run.optimizer)
+    rank = run.parallel.rank
+    save_checkpoint(folder, 0, run.model, run.optimizer, files=_files_beside(folder, 0, rank))
     before = run.weights()
     run.step(reference.rows[1])
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write beyond the limit fails as on a full disk
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     errors = []
     for limit in limits:
+        files = _files_beside(folder, 1, rank)
         if run.parallel.rank == failing_rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
         try:
-            save_checkpoint(folder, 1, run.model, run.optimizer, keep=1)
+            save_checkpoint(folder, 1, run.model, run.optimizer, files=files, keep=1)
         except CheckpointError as error:
             errors.append(str(error))
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    files = sorted(p.name for p in folder.iterdir())
+    there = sorted(p.name for p in folder.iterdir())
     loaded = load_checkpoint(folder, run.model, run.optimizer)
     same = all(torch.equal(before[n], t) for n, t in run.weights().items())
+    same = same and (folder / "rollout_0" / "samples.npz").read_bytes() == bytes(1000)
+    dist.barrier()
     save_checkpoint(folder, 1, run.model, run.optimizer, keep=1)
-    return errors, files, loaded, same, sorted(p.name for p in folder.iterdir())
+    return errors, there, loaded, same, sorted(p.name for p in folder.iterdir())
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
@@ -226,9 +244,11 @@ def _keep(harness: Any, reference: Any, folder: Path) -> Any:
     from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint
 
     run = harness(reference.folder, {})
-    (folder / "rollout_7.tmp").mkdir(parents=True)  # left by a run that was killed while it saved
+    for stale in ("rollout_7.tmp", "rollout_9.rollout.tmp"):  # left by runs that were killed while they saved
+        (folder / stale).mkdir(parents=True)
     for rollout_id in (3, 7, 11, 11):
-        save_checkpoint(folder, rollout_id, run.model, run.optimizer, keep=2, extra={"id": rollout_id})
+        files = _files_beside(folder, rollout_id, 0) if rollout_id == 7 else None
+        save_checkpoint(folder, rollout_id, run.model, run.optimizer, keep=2, extra={"id": rollout_id}, files=files)
     loaded = load_checkpoint(folder, run.model, run.optimizer, rollout_id=7)
     missing = load_checkpoint(folder / "nothing here", run.model, run.optimizer)
     return loaded, missing
@@ -239,6 +259,11 @@ def test_keeps_the_newest(run_ranks: Any, harness: Any, reference: Any, tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "rollout_11", "rollout_7"]
     assert (tmp_path / "latest").read_text() == "rollout_11\n"
     assert (loaded.rollout_id, loaded.extra) == (7, {"id": 7})
+    assert loaded.folder == tmp_path / "rollout_7"
+    assert (loaded.folder / "samples.npz").read_bytes() == b"\x07" * 1000
+    written = json.loads((loaded.folder / "files.json").read_text())
+    assert (written["files"]["samples.npz"], "samples.npz" in written["crc32"]) == (1000, True)
+    assert not (tmp_path / "rollout_11" / "samples.npz").exists()
     assert missing is None
     assert json.loads((tmp_path / "rollout_11" / "relax.json").read_text())["layout"]["data_parallel_size"] == 1
 
@@ -285,6 +310,17 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "kind": ("rollout_1/metadata.json", lambda f: f.write_text("{"), "cannot be read: JSONDecodeError"),
     "random numbers of one rank": ("rollout_1/rng_1.pt", lambda f: os.truncate(f, 9), "was cut off or changed: "),
     "random numbers missing": ("rollout_1/rng_1.pt", Path.unlink, "is missing"),
+    "samples cut off": (
+        "rollout_1/samples.npz",
+        lambda f: os.truncate(f, 9),
+        "was cut off or changed: it has 9 of 1000",
+    ),
+    "samples missing": ("rollout_1/samples.npz", Path.unlink, "is missing"),
+    "samples with a flipped bit": (
+        "rollout_1/samples.npz",
+        lambda f: f.write_bytes(b"\x01" * 500 + b"\x03" + b"\x01" * 499),
+        "has changed since it was written",
+    ),
     "manifest": ("rollout_1/relax.json", lambda f: f.write_bytes(b"\xff"), "cannot be read: 'utf-8'"),
     "manifest missing": ("rollout_1/relax.json", Path.unlink, "cannot be read: .*No such file"),
     "manifest no object": ("rollout_1/relax.json", lambda f: f.write_text("[]"), "has format None, .* reads format 1"),
@@ -308,7 +344,8 @@ def _damaged(harness: Any, reference: Any, folder: Path, damages: dict[str, Any]
 
     run = harness(reference.folder, {})
     for rollout_id in (0, 1):
-        save_checkpoint(folder / "whole", rollout_id, run.model, run.optimizer)
+        files = _files_beside(folder / "whole", rollout_id, run.parallel.rank)
+        save_checkpoint(folder / "whole", rollout_id, run.model, run.optimizer, files=files)
     messages = {}
     for name, (file, damage, _) in damages.items():
         if run.parallel.rank == 0:

@@ -370,7 +370,8 @@ def test_a_resumed_run_ends_with_the_weights_of_a_straight_one(
     expected = run_ranks(_straight, world, settings)[0]
     assert run_ranks(_until_saved, world, settings, folder) == [None] * world
     for loaded, weights, rates in run_ranks(_resumed, world, settings, folder):
-        assert loaded == (1, {"cursor": [3, "x"]})
+        assert (loaded.rollout_id, loaded.extra) == (1, {"cursor": [3, "x"]})
+        assert loaded.folder == tmp_path / "checkpoints" / "rollout_1"
         assert rates == pytest.approx([ADAM["lr"] * 3 / 6, ADAM["lr"] * 1 / 6])  # steps 5 and 7 of 2 + 6
         for name, tensor in expected.items():
             assert torch.equal(weights[name], tensor), name

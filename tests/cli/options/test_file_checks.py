@@ -10,6 +10,10 @@ import pytest
 from command_words import changed
 from relax_cli.config.resolution import resolve
 from relax_cli.config.run_config import ConfigError
+from relax_data.prompts.ledger import PromptLedger
+from relax_data.prompts.saved_groups import SAMPLES_FILE
+from relax_data.serialization import STATE_FORMAT
+from relax_data.types import Prompt, SampleGroup
 from relax_train.checkpoint import manifest
 
 WeightStatus = Callable[[dict[str, list[int]]], bytes]
@@ -229,10 +233,37 @@ def edit(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
+def samples(damage: Callable[[Path], object] | None) -> Callable[[Path], None]:
+    """Saves a rollout with a group, and damages the file of its samples before its checksum is taken."""
+
+    def change(folder: Path) -> None:
+        ledger = PromptLedger()
+        ledger.hand_out([SampleGroup.start(Prompt(0, 0, "prompts.jsonl:1", "1+1=", [1]), 8)])
+        (folder / SAMPLES_FILE).write_bytes(ledger.state_dict()["samples"])
+        if damage is not None:
+            damage(folder / SAMPLES_FILE)
+        edit(extra={"rollout": {"format": STATE_FORMAT}})(folder)
+
+    return change
+
+
+def flip(file: Path) -> None:
+    """A bit of the numbers."""
+    content = bytearray(file.read_bytes())
+    content[content.index(b"group_sizes.npy") + 150] ^= 16
+    file.write_bytes(content)
+
+
 def make_pipe(file: Path) -> None:
     """A reader would wait for ever."""
     file.unlink()
     os.mkfifo(file)
+
+
+def pipe_of_samples(folder: Path) -> None:
+    """In a checkpoint that lost its list of files."""
+    (folder / "files.json").unlink()
+    make_pipe(folder / SAMPLES_FILE)
 
 
 UNFIT: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
@@ -266,6 +297,14 @@ UNFIT: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
     "odd state": (edit(extra=7), [], "relax.json is damaged"),
     "odd state of the rollout": (edit(extra={"rollout": 7}), [], "is damaged: it is no object, but '7'"),
     "older state of the rollout": (edit(extra={"rollout": {"loop": {"format": 1}}}), [], "has format 1, this version"),
+    "no samples": (samples(Path.unlink), [], "samples.npz'. Copy the checkpoint again"),
+    "samples cut off": (samples(lambda f: os.truncate(f, 99)), [], "samples.npz cannot be read: "),
+    "samples with a flipped bit": (samples(flip), [], "samples.npz cannot be read: BadZipFile: Bad CRC-32"),
+    "samples that are a pipe": (
+        pipe_of_samples,
+        [],
+        "samples.npz is not a regular file",
+    ),
     "other layout": (lambda f: None, ["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size 1"),
     "other precision": (lambda f: None, ["--bf16"], "resume with --no-bf16"),
     "other model": (edit(model={"num_hidden_layers": 28}), [], "num_hidden_layers 28 instead of 2"),
@@ -277,6 +316,7 @@ def test_a_checkpoint_that_the_run_cannot_go_on_with(
     workspace: Path, start: list[str], checkpoint: Path, name: str
 ) -> None:
     damage, words, part = UNFIT[name]
+    samples(None)(checkpoint)
     argv = [*start, "--load", "checkpoints", "--save", "checkpoints"]
     assert resolve(argv, {}).train.checkpoint.load == str(checkpoint.parent)
     damage(checkpoint)

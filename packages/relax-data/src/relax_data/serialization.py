@@ -1,4 +1,4 @@
-"""Values of users and readers, prompts, samples and groups as JSON values, so that they fit into checkpoints."""
+"""Values of users and readers as JSON values, so that they fit into checkpoints."""
 
 import base64
 import io
@@ -7,11 +7,11 @@ import zoneinfo
 from typing import Any
 
 from relax_data.errors import describe
-from relax_data.types import Prompt, Sample, SampleGroup, SampleStatus
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 """Number of the format in which the state of a rollout is saved: source cursor, ledger with its open groups, drops not
-reported yet. It goes up whenever a state written before cannot be read any more."""
+reported yet. It goes up whenever a state written before cannot be read any more: 3 has the numbers of samples in a file
+of arrays (:mod:`relax_data.prompts.saved_groups`), 2 had them as JSON."""
 
 _BYTES, _OBJECT, _DICT = "__bytes__", "__object__", "__dict__"
 OBJECT_TYPES = frozenset(
@@ -139,65 +139,3 @@ def check_format(state: object) -> None:
             f"the rollout state of the checkpoint has format {found!r}, this version reads {STATE_FORMAT}: resume with "
             "the version that wrote it, or start a new run from the saved weights (--hf-checkpoint instead of --load)"
         )
-
-
-def group_to_state(group: SampleGroup) -> dict[str, Any]:
-    """``group`` with all tokens of its finished samples; the others are written as they would start again."""
-    return {"prompt": _prompt_to_state(group.prompt), "samples": [_sample_to_state(s) for s in group.samples]}
-
-
-def group_from_state(state: dict[str, Any]) -> SampleGroup:
-    """The group that :func:`group_to_state` wrote.
-
-    Raises:
-        ValueError: the columns of a sample differ in length, and the message names it; or as :func:`from_plain`.
-    """
-    prompt = _prompt_from_state(state["prompt"])
-    group = SampleGroup(prompt, [_sample_from_state(s, prompt) for s in state["samples"]])
-    group.settle()
-    return group
-
-
-_OF_USERS = ("label", "messages", "metadata", "multimodal")
-"""Fields of a prompt that hold whatever the data held."""
-
-
-def _prompt_to_state(prompt: Prompt) -> dict[str, Any]:
-    values = {f: to_plain(getattr(prompt, f), f"{prompt.source}: {f}", objects=True) for f in _OF_USERS}
-    return {
-        "prompt_id": prompt.prompt_id,
-        "epoch": prompt.epoch,
-        "source": prompt.source,
-        "text": prompt.text,
-        "input_ids": [int(t) for t in prompt.input_ids],
-    } | values
-
-
-def _prompt_from_state(state: dict[str, Any]) -> Prompt:
-    return Prompt(**{k: from_plain(v) if k in _OF_USERS else v for k, v in state.items()})
-
-
-def _sample_to_state(sample: Sample) -> dict[str, Any]:
-    state: dict[str, Any] = {"index": sample.index, "aborted_count": sample.aborted_count}
-    if not sample.status.finished:
-        return state | {"status": SampleStatus.PENDING.value}
-    return state | {
-        "status": sample.status.value,
-        "tokens": [int(t) for t in sample.tokens],
-        "log_probs": [float(p) for p in sample.log_probs],
-        "versions": [int(v) for v in sample.versions],
-        "loss_mask": [int(m) for m in sample.loss_mask],
-        "response": sample.response,
-        "reward": sample.reward,
-        "reward_info": to_plain(sample.reward_info, f"{sample.name}: reward_info"),
-    }
-
-
-def _sample_from_state(state: dict[str, Any], prompt: Prompt) -> Sample:
-    sample = Sample(prompt, state["index"], aborted_count=state["aborted_count"])
-    if "tokens" in state:
-        sample.append(state["tokens"], state["log_probs"], state["versions"], loss_mask=state["loss_mask"])
-        sample.status = SampleStatus(state["status"])
-        sample.response, sample.reward = state["response"], state["reward"]
-        sample.reward_info = from_plain(state["reward_info"])
-    return sample

@@ -9,6 +9,7 @@ importance sampling and the comparison with the engine's log-probs.
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from relax_train.backend.optimizer import Optimizer, build_optimizer
 from relax_train.backend.parallel import ParallelState, setup_parallel, teardown_parallel
 from relax_train.batching import check_samples, optimizer_steps
 from relax_train.checkpoint.hf_export import save_hf
+from relax_train.checkpoint.manifest import Loaded
 from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint
 from relax_train.models.build import Model, build_model, check_same_architecture
 from relax_train.models.export import weight_buckets
@@ -158,34 +160,39 @@ class Trainer:
         """
         return weight_buckets(self._awake(), max_bytes)
 
-    def save(self, directory: str, rollout_id: int, extra: dict[str, Any] | None = None) -> None:
+    def save(
+        self, directory: str, rollout_id: int, extra: dict[str, Any] | None = None, files: Path | None = None
+    ) -> None:
         """Writes the checkpoint of a rollout under ``directory``; it appears whole or not at all.
 
         Args:
             directory: folder of checkpoints (``--save``).
             rollout_id: absolute id of the rollout that was trained last.
             extra: JSON-able state of the caller, which :meth:`load` gives back; rank 0's is written.
+            files: folder with files that become part of the checkpoint
+                (:func:`relax_train.checkpoint.folders.side_folder`); it is gone afterwards.
 
         Raises:
             CheckpointError: it could not be written, for example on a full disk; the previous one is as it was.
         """
         keep = self._settings.checkpoint.max_actor_ckpt_to_keep
-        save_checkpoint(directory, rollout_id, self._awake(), _there(self._optimizer), extra=extra, keep=keep)
+        optimizer = _there(self._optimizer)
+        save_checkpoint(directory, rollout_id, self._awake(), optimizer, extra=extra, files=files, keep=keep)
 
-    def load(self, directory: str) -> tuple[int, dict[str, Any]] | None:
+    def load(self, directory: str) -> Loaded | None:
         """Resumes weights, optimizer and schedule from the latest checkpoint under ``directory``.
 
         The reference model stays what :meth:`setup` made it: ``--ref-load`` or the start weights.
 
         Returns:
-            the rollout id after which it was written, and the caller's state; None when there is no checkpoint.
+            the rollout id after which it was written, the caller's state, and the folder; None when there is no
+            checkpoint.
 
         Raises:
             CheckpointError: it is unreadable.
             ValueError: it belongs to another model or parallel layout; the message names the difference.
         """
-        loaded = load_checkpoint(directory, self._awake(), _there(self._optimizer))
-        return None if loaded is None else (loaded.rollout_id, loaded.extra)
+        return load_checkpoint(directory, self._awake(), _there(self._optimizer))
 
     def save_hf(self, directory: str) -> None:
         """Writes a Hugging Face folder that transformers loads (``--save-hf``).

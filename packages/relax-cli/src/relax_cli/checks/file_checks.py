@@ -8,10 +8,11 @@ from pathlib import Path
 
 from relax_data.errors import DataError
 from relax_data.options import flag
+from relax_data.prompts.saved_groups import SAMPLES_FILE, read_arrays
 from relax_data.readers.files import resolve_files
 from relax_data.serialization import check_format
 from relax_train.checkpoint import manifest
-from relax_train.checkpoint.folders import CheckpointError
+from relax_train.checkpoint.folders import CheckpointError, regular
 from relax_train.models.architectures import model_shape
 from relax_train.settings.checkpoint import LATEST, ROLLOUT_ID
 from relax_train.settings.model import read_hf_config
@@ -233,7 +234,7 @@ def _resume_problems(config: RunConfig) -> Problems:
     try:
         rollout = saved["extra"].get("rollout")
         if rollout is not None and not config.debug.debug_train_only:
-            found.append(_format_problem(rollout, folder))
+            found.append(_rollout_problem(rollout, folder, whole=found == [None]))
         found.append(manifest.architecture_problem(saved, read_hf_config(model.hf_checkpoint), folder))
         found.append(manifest.layout_problem(saved, sizes, folder))
         on_gpu = None if config.placement is None else config.placement.device == "cuda"
@@ -246,10 +247,19 @@ def _resume_problems(config: RunConfig) -> Problems:
     return [f"--load: {problem}" for problem in found if problem is not None]
 
 
-def _format_problem(rollout: object, folder: Path) -> str | None:
-    """A state of the prompts that this version does not read."""
+def _rollout_problem(rollout: object, folder: Path, *, whole: bool) -> str | None:
+    """A state of the prompts that this version does not read, or whose samples are not there.
+
+    Args:
+        whole: no file of the checkpoint is known to be damaged, so that one that is would be news.
+    """
     try:
         check_format(rollout)
     except ValueError as error:
         return f"{folder}: {error}"
+    try:
+        if whole:
+            read_arrays(regular(folder / SAMPLES_FILE).read_bytes())
+    except (OSError, ValueError) as error:
+        return f"{folder}: {error}. {manifest.way_out(folder)}"
     return None

@@ -28,7 +28,9 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from relax_train.checkpoint.folders import side_folder
 
 if TYPE_CHECKING:
     from relax_cli.cluster.waits import StopFlag
@@ -173,7 +175,7 @@ class Controller(abc.ABC):
         if found is None:
             self.progress.note(f"--load {directory}: no checkpoint there yet, starting from --hf-checkpoint")
             return 0
-        rollout_id, extra = found
+        rollout_id, extra = found.rollout_id, found.extra
         if not self.config.debug.debug_train_only:
             if "rollout" not in extra:
                 raise ValueError(
@@ -184,7 +186,7 @@ class Controller(abc.ABC):
             if extra["rollout"] is None:
                 self.progress.note("the checkpoint is of a run without rollouts: the prompts begin with the first")
             else:
-                self.workers.rollout.load_state_dict(extra["rollout"])
+                self.workers.rollout.load_state(extra["rollout"], found.folder)
         self.progress.note(f"resumed from rollout {rollout_id} of {directory}")
         self.outcome.last_checkpoint = directory
         self._saved = rollout_id
@@ -262,15 +264,15 @@ class Controller(abc.ABC):
             self.config.debug.debug_rollout_only
         )
 
-    def _rollout_state(self) -> dict[str, Any] | None:
-        """The rollout worker's part of the checkpoint, as JSON values; None when there is no such worker."""
-        return None if self.config.debug.debug_train_only else self.workers.rollout.state_dict()
-
     def _save(self, rollout_id: int) -> None:
         checkpoint = self.config.train.checkpoint
         if checkpoint.save is not None:
-            extra = {"rollout": self._rollout_state()}
-            self.workers.trainers.save(checkpoint.save, rollout_id, extra)
+            state, files = None, None
+            if not self.config.debug.debug_train_only:
+                # The worker writes its file beside the checkpoint; the ranks make it a part of it, or of nothing.
+                state = self.workers.rollout.save_state(checkpoint.save, rollout_id)
+                files = side_folder(Path(checkpoint.save).absolute(), rollout_id)
+            self.workers.trainers.save(checkpoint.save, rollout_id, {"rollout": state}, files)
             self.outcome.last_checkpoint = checkpoint.save
         self._saved = rollout_id
         if checkpoint.save_hf is not None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import shutil
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -208,13 +209,30 @@ class RolloutActor:
         """Takes GPU memory back; after ``weights`` a push must follow before anything is generated."""
         await asyncio.gather(*(engine.resume_memory(tags) for engine in self._engines))
 
-    async def state_dict(self) -> dict[str, Any]:
-        """Prompt cursor and ledger with the open groups: what a resumed run needs to go on with the next prompt."""
-        return self._loop.state_dict()
+    async def save_state(self, directory: str, rollout_id: int) -> dict[str, Any]:
+        """Prompt cursor and ledger with the open groups: what a resumed run needs to go on with the next prompt.
 
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where :meth:`state_dict` was called; a damaged state or one of another format is an error."""
-        self._loop.load_state_dict(state)
+        Args:
+            directory: folder of checkpoints.
+            rollout_id: of the checkpoint, whose ranks take over what is written beside it.
+
+        Raises:
+            CheckpointError: the disk is full, or the like; nothing is left of it.
+        """
+        from relax_train.checkpoint.folders import CheckpointError, give_up, rollout_folder, side_folder
+
+        checkpoints = Path(directory).absolute()
+        folder = side_folder(checkpoints, rollout_id)
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            return self._loop.save_state(folder)
+        except OSError as error:
+            raise CheckpointError(give_up(rollout_folder(checkpoints, rollout_id), error, [folder])) from error
+
+    async def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        """Goes on where :meth:`save_state` was called; a damaged state or one of another format is an error."""
+        self._loop.load_state(state, folder)
 
     async def close(self) -> None:
         """Closes the reward and the connections to the engines."""

@@ -95,17 +95,34 @@ class RolloutWorker:
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON values: what a resumed run needs to go on with exactly the next prompt."""
-        return self._wait(self._actor.call(RolloutActor.state_dict), "the rollout worker's state")
+    def save_state(self, directory: str, rollout_id: int) -> dict[str, Any]:
+        """What a resumed run needs to go on with exactly the next prompt and the next token.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where :meth:`state_dict` was called.
+        Args:
+            directory: folder of checkpoints.
+            rollout_id: of the checkpoint; the samples go into its
+                :func:`relax_train.checkpoint.folders.side_folder`.
+
+        Returns:
+            the rest as JSON values.
 
         Raises:
-            ValueError: the state is damaged or of other prompts.
+            CheckpointError: the samples could not be written; no checkpoint has changed.
         """
-        self._wait(self._actor.call(RolloutActor.load_state_dict, state), "the rollout worker to restore its state")
+        call = self._actor.call(RolloutActor.save_state, directory, rollout_id)
+        return self._wait(call, "the rollout worker to write its state")
+
+    def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        """Goes on where :meth:`save_state` was called.
+
+        Args:
+            state: what it returned.
+            folder: of the checkpoint.
+
+        Raises:
+            ValueError: the state or its file is damaged, or of other prompts.
+        """
+        self._wait(self._actor.call(RolloutActor.load_state, state, folder), "the rollout worker to restore its state")
 
     def status(self) -> str:
         """Says what the actor is waiting for, for a driver whose own wait gets long. Never raises."""

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_cli.workers.process import enter_folder, start_log
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from relax_data.types import StepManifest
     from relax_rollout.engines.base import EngineAddress
     from relax_rollout.weight_sync.base import WeightTransport
+    from relax_train.checkpoint.manifest import Loaded
     from relax_train.observer import StepObserver
     from relax_train.trainer import Trainer
 
@@ -149,15 +151,15 @@ class TrainActor:
         assert self._transport is not None, "the engines are known before weights are sent"
         self._transport.push(buckets, version)
 
-    def save(self, directory: str, rollout_id: int, extra: dict[str, Any]) -> None:
-        """Writes a checkpoint of the rollout, with the driver's state in ``extra``."""
-        self._ready.save(directory, rollout_id, extra)
+    def save(self, directory: str, rollout_id: int, extra: dict[str, Any], files: Path | None) -> None:
+        """Writes a checkpoint of the rollout, with the driver's state in ``extra``, and takes over ``files``."""
+        self._ready.save(directory, rollout_id, extra, files)
 
-    def load(self, directory: str) -> tuple[int, dict[str, Any]] | None:
+    def load(self, directory: str) -> "Loaded | None":
         """Loads the latest checkpoint under ``directory``.
 
         Returns:
-            its rollout id and the driver's state, or None when there is no checkpoint yet.
+            its rollout id, the driver's state, and where it is; None when there is no checkpoint yet.
         """
         return self._ready.load(directory)
 

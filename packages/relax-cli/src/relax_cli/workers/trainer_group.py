@@ -1,6 +1,7 @@
 """The trainer's ranks as the driver sees them: one object whose methods every rank carries out together."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from relax_cli.cluster.actors import Actor, Ref
@@ -10,6 +11,7 @@ from relax_cli.workers.trainer import TrainActor, TrainerFacts
 if TYPE_CHECKING:
     from relax_data.types import StepManifest
     from relax_rollout.engines.base import EngineAddress
+    from relax_train.checkpoint.manifest import Loaded
 
     from relax_cli.workers.references import RowReference
 
@@ -98,23 +100,25 @@ class TrainerGroup:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self, directory: str, rollout_id: int, extra: dict[str, Any]) -> None:
+    def save(self, directory: str, rollout_id: int, extra: dict[str, Any], files: Path | None = None) -> None:
         """Writes the checkpoint of a rollout under ``directory``; it appears whole or not at all.
 
         Args:
             extra: JSON values of the driver, which :meth:`load` gives back.
+            files: folder with files that become part of the checkpoint
+                (:func:`relax_train.checkpoint.folders.side_folder`); it is gone afterwards.
 
         Raises:
             CheckpointError: it could not be written; the previous one is as it was.
         """
-        refs = [actor.call(TrainActor.save, directory, rollout_id, extra) for actor in self._actors]
+        refs = [actor.call(TrainActor.save, directory, rollout_id, extra, files) for actor in self._actors]
         self._wait(refs, f"checkpoint {rollout_id}")
 
-    def load(self, directory: str) -> tuple[int, dict[str, Any]] | None:
+    def load(self, directory: str) -> "Loaded | None":
         """Loads the latest checkpoint under ``directory``.
 
         Returns:
-            its rollout id and what was saved as ``extra``; None when there is no checkpoint yet.
+            its rollout id, what was saved as ``extra``, and its folder; None when there is no checkpoint yet.
 
         Raises:
             CheckpointError: it is unreadable.

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from relax_data.errors import DataError
-from relax_data.serialization import group_from_state, group_to_state
+from relax_data.prompts.saved_groups import groups_from_state, groups_to_state
 from relax_data.types import Prompt, SampleGroup
 
 
@@ -212,17 +212,25 @@ class PromptLedger:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """All of it as JSON values, as if all were at rest now: out is saved as partial, assigned as buffered."""
-        opened = [
-            {"state": _AT_REST.get(e.state, e.state).value, **group_to_state(e.group)} for e in self._open.values()
-        ]
+    def state_dict(self, *, keep_partial: bool = False) -> dict[str, Any]:
+        """All of it, as if all were at rest now: out is saved as partial, assigned as buffered.
+
+        Args:
+            keep_partial: unfinished samples keep the tokens that they have; otherwise they are written empty.
+
+        Returns:
+            JSON values, and under ``samples`` the numbers of all open samples as one binary file
+            (:mod:`relax_data.prompts.saved_groups`).
+        """
+        groups, samples = groups_to_state([e.group for e in self._open.values()], keep_partial=keep_partial)
+        states = [_AT_REST.get(e.state, e.state).value for e in self._open.values()]
         return {
             "step": self.step,
             "handed_out": self.handed_out,
             "trained": self.trained,
             "dropped": dict(self.dropped),
-            "open": opened,
+            "open": [{"state": state, **group} for state, group in zip(states, groups, strict=True)],
+            "samples": samples,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -235,7 +243,7 @@ class PromptLedger:
         try:
             loaded.step, loaded.handed_out = int(state["step"]), int(state["handed_out"])
             loaded.trained, loaded.dropped = int(state["trained"]), collections.Counter(state["dropped"])
-            loaded._open = _entries(state["open"], loaded.handed_out)
+            loaded._open = _entries(state["open"], state["samples"], loaded.handed_out)
             loaded.check(loaded.handed_out)
         except (LedgerError, LookupError, TypeError, ValueError, AttributeError) as error:
             what = str(error) if isinstance(error, LedgerError | ValueError) else repr(error)
@@ -243,16 +251,16 @@ class PromptLedger:
         vars(self).update(vars(loaded))
 
 
-def _entries(saved: Sequence[dict[str, Any]], handed_out: int) -> dict[int, _Entry]:
+def _entries(saved: Sequence[dict[str, Any]], samples: bytes, handed_out: int) -> dict[int, _Entry]:
     """The open prompts of a saved ledger by id, ascending.
 
     Raises:
         LedgerError: a prompt is there twice, was never handed out, or is in a state it cannot be in.
+        ValueError, LookupError, TypeError: as :func:`relax_data.prompts.saved_groups.groups_from_state`.
     """
     entries: dict[int, _Entry] = {}
     wrong: dict[str, list[int]] = collections.defaultdict(list)
-    for fields in saved:
-        group = group_from_state(fields)
+    for fields, group in zip(saved, groups_from_state(saved, samples), strict=True):
         i, state = group.prompt.prompt_id, fields["state"]
         if i in entries:
             wrong["twice in it"].append(i)

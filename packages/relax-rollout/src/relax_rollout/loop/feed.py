@@ -84,3 +84,18 @@ class PromptFeed:
             group.settle()
             if self._ledger.state_of(group.prompt.prompt_id) is PromptState.BUFFERED:
                 self._ledger.interrupt([group.prompt.prompt_id])
+
+    def restart_unfinished(self) -> None:
+        """After a load without partial rollout: samples that a run with it has saved half done start again."""
+        restarted = 0
+        for group in self._ledger.waiting:
+            half_done = [s for s in group.samples if s.tokens and not s.status.finished]
+            for sample in half_done:
+                sample.restart()
+            if half_done:
+                group.settle()
+            restarted += len(half_done)
+        if restarted:
+            logger.warning(
+                "the checkpoint has %d unfinished responses: without --partial-rollout they restart", restarted
+            )

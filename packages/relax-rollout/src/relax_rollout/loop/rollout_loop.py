@@ -1,12 +1,15 @@
 """The rollout loop: asks the engines for the groups of one training step after the other, and loses no prompt."""
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from relax_data.hooks import load_function
 from relax_data.prompts.ledger import PromptLedger, PromptState
+from relax_data.prompts.saved_groups import SAMPLES_FILE
 from relax_data.prompts.source import PromptSource
 from relax_data.serialization import STATE_FORMAT, check_format
 from relax_data.types import Sample, SampleGroup, WeightVersion
@@ -223,17 +226,59 @@ class RolloutLoop:
         elif returned:
             self.ledger.drop(returned, GENERATED_ONLY)
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able: the source's cursor, the ledger with its open groups, and drops that no result has told yet.
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        """Writes the numbers of the open samples into ``folder`` (:data:`SAMPLES_FILE`).
 
-        What the last rollout returned is booked first: a checkpoint is taken after the training step. May be called
-        while a rollout runs: its groups are written as if it were interrupted now.
+        Args:
+            folder: is there.
+
+        Returns:
+            the rest as JSON values: the source's cursor, the ledger, and drops that no result has told yet.
+
+        Raises:
+            OSError: the file could not be written, for example on a full disk.
+            ValueError: a value of the data cannot be stored; the message names its row.
+        """
+        state = self.state_dict()
+        with (folder / SAMPLES_FILE).open("wb") as file:
+            file.write(state["ledger"].pop("samples"))
+            file.flush()
+            os.fsync(file.fileno())  # some file systems tell only now that they are full
+        return state
+
+    def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        """Goes on where :meth:`save_state` was called.
+
+        Args:
+            state: what it returned.
+            folder: where its file is.
+
+        Raises:
+            ValueError: the file is missing or damaged; or as :meth:`load_state_dict`. Nothing was loaded then.
+        """
+        check_format(state)
+        file = folder / SAMPLES_FILE
+        try:
+            samples = file.read_bytes()
+        except OSError as error:
+            raise ValueError(
+                f"{file} cannot be read: {error}; copy the checkpoint again from where it is whole, or load another"
+            ) from error
+        ledger = state.get("ledger")
+        self.load_state_dict(state | {"ledger": {**ledger, "samples": samples} if isinstance(ledger, dict) else None})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The source's cursor, the ledger with its open groups, and drops that no result has told yet.
+
+        JSON values but for ``samples`` in the ledger, the numbers of the open samples as one binary file, which
+        :meth:`save_state` writes. What the last rollout returned is booked first: a checkpoint is taken after the
+        training step. May be called while a rollout runs: its groups are written as if it were interrupted now.
         """
         self.book_returned()
         return {
             "format": STATE_FORMAT,
             "source": self._source.state_dict(),
-            "ledger": self.ledger.state_dict(),
+            "ledger": self.ledger.state_dict(keep_partial=self.settings.partial_rollout),
             "dropped": [dataclasses.asdict(d) for d in self._dropped],
         }
 
@@ -259,6 +304,8 @@ class RolloutLoop:
         self._dropped, self.ledger = dropped, ledger
         self._feed = self._feed_of(ledger)
         self._feed.restart_resized()
+        if not self.settings.partial_rollout:
+            self._feed.restart_unfinished()
 
     def _start(
         self, rollout_id: int, version: WeightVersion, router: EngineRouter, timer: PhaseTimer

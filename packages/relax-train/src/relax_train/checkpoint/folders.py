@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from relax_train.settings.checkpoint import LATEST
@@ -24,6 +25,15 @@ class CheckpointError(RuntimeError):
 def rollout_folder(directory: Path, rollout_id: int) -> Path:
     """Folder that the checkpoint of a rollout is written to."""
     return directory / f"rollout_{rollout_id}"
+
+
+def side_folder(directory: Path, rollout_id: int) -> Path:
+    """Folder in which another process than a rank prepares its files for the checkpoint of a rollout.
+
+    It lies beside the checkpoints, on the same file system, so that its files are moved without a copy. Like an
+    unfinished checkpoint it is removed by the next save when nobody took it over.
+    """
+    return directory / f"rollout_{rollout_id}.rollout.tmp"
 
 
 def place(directory: Path, rollout_id: int) -> Path:
@@ -80,6 +90,53 @@ def regular(path: Path) -> Path:
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path} is not a regular file")
     return path
+
+
+def begin(unfinished: Path, files: Path | None = None) -> None:
+    """Makes the folder of a checkpoint to come, and removes what saves before left unfinished.
+
+    Args:
+        unfinished: the folder.
+        files: a :func:`side_folder`, whose files are moved into it.
+    """
+    for stale in unfinished.parent.glob("rollout_*.tmp"):
+        if files is None or stale.name != files.name:
+            shutil.rmtree(stale)
+    unfinished.mkdir(parents=True)
+    if files is not None:
+        for file in sorted(files.iterdir()):
+            file.rename(unfinished / file.name)
+        files.rmdir()
+
+
+def give_up(target: Path, reason: object, leftovers: Iterable[Path], size: int | None = None) -> str:
+    """Removes what is left of a save that failed. Returns what to say.
+
+    Args:
+        target: the checkpoint that was to be.
+        reason: why it failed.
+        leftovers: unfinished folders.
+        size: bytes that it takes, about.
+    """
+    directory = target.parent
+    existing = next((p for p in (directory, *directory.parents) if p.exists()), Path("/"))
+    free = shutil.disk_usage(existing).free
+    for folder in leftovers:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        previous = latest_rollout(directory)
+        before = (
+            "there was no checkpoint before"
+            if previous is None
+            else f"the checkpoint of rollout {previous} is as it was"
+        )
+    except ValueError as error:
+        before = str(error)
+    takes = "" if size is None else f"It takes about {size / 1e6:,.1f} MB and "
+    return (
+        f"cannot save {target}: {reason}. {takes}{free / 1e6:,.1f} MB are free there; make room, choose another "
+        f"--save, or keep fewer with --max-actor-ckpt-to-keep. {before[0].upper()}{before[1:]}."
+    )
 
 
 def sync(path: Path) -> None:

@@ -5,6 +5,7 @@ size a copy of half a checkpoint is known as such without reading it, by the che
 """
 
 import concurrent.futures
+import dataclasses
 import json
 import time
 import zlib
@@ -12,7 +13,16 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_train.checkpoint.folders import FILES, CheckpointError, checkpoints, latest_rollout, place, regular
+from relax_train.checkpoint.folders import (
+    FILES,
+    CheckpointError,
+    checkpoints,
+    latest_rollout,
+    place,
+    publish,
+    regular,
+    set_latest,
+)
 from relax_train.models.architectures.base import SHAPE_KEYS, experts_key
 from relax_train.settings.checkpoint import LATEST
 
@@ -38,6 +48,23 @@ _SMALL = 16 << 20
 """Files up to this size, bytes, are read also by a plan."""
 _THREADS = 8
 _AT_A_TIME = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """Content of a checkpoint beside weights and optimizer.
+
+    Attributes:
+        rollout_id: the rollout after which it was written; the run goes on with the next.
+        extra: what was given to :func:`relax_train.checkpoint.save_load.save_checkpoint`.
+        optimizer: whether the optimizer state was loaded too.
+        folder: of the checkpoint, absolute, with the files that were given to it.
+    """
+
+    rollout_id: int
+    extra: dict[str, Any]
+    optimizer: bool
+    folder: Path
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,6 +165,17 @@ def record_files(folder: Path, sums: Mapping[str, int] | None = None) -> None:
         "crc32": {name: sums[name] for name in names},
     }
     (folder / FILES).write_text(json.dumps(entries), encoding="utf-8")
+
+
+def complete(unfinished: Path, target: Path, sums: Mapping[str, int] | None = None) -> None:
+    """Makes a checkpoint of a folder whose files are all written: from now on ``latest`` names it.
+
+    Args:
+        sums: as of :func:`record_files`.
+    """
+    record_files(unfinished, sums)
+    publish(unfinished, target)
+    set_latest(target.parent, target.name)
 
 
 def files_problem(folder: Path, part: int | None = None, parts: int = 1) -> str | None:

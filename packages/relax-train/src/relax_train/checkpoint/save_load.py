@@ -2,20 +2,19 @@
 
 A folder of checkpoints holds one folder ``rollout_<id>`` for each and a file ``latest`` with the name of the newest. A
 checkpoint has megatron-core's sharded files (weights, optimizer), ``rng_<rank>.pt``, ``relax.json`` with everything
-else (the parallel layout, the learning-rate schedule, and ``extra``, what the driver wants back), and ``files.json``
-with sizes and checksums of all these (:mod:`relax_train.checkpoint.manifest`). It is written as
-``rollout_<id>.tmp`` and renamed when every rank is done; only then ``latest`` names it.
+else (the parallel layout, the learning-rate schedule, and ``extra``, what the driver wants back), files of other
+processes that are given to it, and ``files.json`` with sizes and checksums of all these
+(:mod:`relax_train.checkpoint.manifest`). It is written as ``rollout_<id>.tmp`` and renamed when every rank is done;
+only then ``latest`` names it.
 
 Rollout ids are absolute: the checkpoint of rollout ``k`` is the state after training on rollout ``k``.
 """
 
-import dataclasses
 import functools
 import json
 import os
 import random
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,24 +30,24 @@ from relax_train.backend.optimizer import Optimizer
 from relax_train.backend.parallel import ParallelState
 from relax_train.checkpoint.folders import (
     CheckpointError,
-    latest_rollout,
+    begin,
+    give_up,
     prune,
-    publish,
     regular,
     rollout_folder,
-    set_latest,
 )
 from relax_train.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
+    Loaded,
     architecture,
     architecture_problem,
     checksums,
+    complete,
     files_problem,
     find,
     layout_problem,
     precision_problem,
-    record_files,
     way_out,
     written_files,
 )
@@ -65,21 +64,6 @@ from relax_train.checkpoint.sharded_io import (
 from relax_train.models.build import Model
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """Content of a checkpoint beside weights and optimizer.
-
-    Attributes:
-        rollout_id: the rollout after which it was written; the run goes on with the next.
-        extra: what was given to :func:`save_checkpoint`.
-        optimizer: whether the optimizer state was loaded too.
-    """
-
-    rollout_id: int
-    extra: dict[str, Any]
-    optimizer: bool
 
 
 def _on_first_rank(parallel: ParallelState, action: Callable[[], T]) -> T:
@@ -109,6 +93,7 @@ def save_checkpoint(
     optimizer: Optimizer,
     *,
     extra: dict[str, Any] | None = None,
+    files: Path | None = None,
     keep: int | None = None,
 ) -> Path:
     """Writes the checkpoint of a rollout; collective.
@@ -116,6 +101,8 @@ def save_checkpoint(
     Args:
         directory: folder of checkpoints, seen by all ranks.
         extra: JSON-able state of the caller; rank 0's is written.
+        files: folder with files that become part of the checkpoint, see
+            :func:`relax_train.checkpoint.folders.side_folder`; it is gone afterwards, also when this fails.
         keep: remove all but the newest so many checkpoints afterwards.
 
     Returns:
@@ -133,24 +120,22 @@ def save_checkpoint(
     dist.all_reduce(size, group=parallel.gloo_group)
     manifest = _manifest(rollout_id, model, optimizer, extra or {})
     try:
-        _on_first_rank(parallel, lambda: _prepare(unfinished, manifest))
+        _on_first_rank(parallel, lambda: _prepare(unfinished, manifest, files))
         on_every_rank(parallel, lambda: _write_rng(unfinished, parallel))
         write_state(state, unfinished, parallel)
         sums = _checksums(unfinished, parallel)
-        _on_first_rank(parallel, lambda: _finish(unfinished, target, sums))
+        _on_first_rank(parallel, lambda: complete(unfinished, target, sums))
     except CheckpointError as error:
-        give_up = functools.partial(_give_up, error, unfinished, target, int(size))
-        text = _on_first_rank(parallel, give_up)
+        leftovers = [unfinished, *([] if files is None else [files])]
+        text = _on_first_rank(parallel, functools.partial(give_up, target, error, leftovers, int(size)))
         raise CheckpointError(text) from error
     if keep is not None:
         _on_first_rank(parallel, lambda: prune(directory, keep))
     return target
 
 
-def _prepare(unfinished: Path, manifest: dict[str, Any]) -> None:
-    for stale in unfinished.parent.glob("rollout_*.tmp"):
-        shutil.rmtree(stale)
-    unfinished.mkdir(parents=True)
+def _prepare(unfinished: Path, manifest: dict[str, Any], files: Path | None) -> None:
+    begin(unfinished, files)
     (unfinished / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
@@ -166,27 +151,6 @@ def _checksums(folder: Path, parallel: ParallelState) -> dict[str, int]:
     every: list[dict[str, int]] = [{} for _ in range(parallel.world_size)]
     dist.all_gather_object(every, mine, group=parallel.gloo_group)
     return {name: value for part in every for name, value in part.items()}
-
-
-def _finish(unfinished: Path, target: Path, sums: dict[str, int]) -> None:
-    record_files(unfinished, sums)
-    publish(unfinished, target)
-    set_latest(target.parent, target.name)
-
-
-def _give_up(error: CheckpointError, unfinished: Path, target: Path, size: int) -> str:
-    directory = target.parent
-    existing = next((p for p in (directory, *directory.parents) if p.exists()), Path("/"))
-    free = shutil.disk_usage(existing).free
-    shutil.rmtree(unfinished, ignore_errors=True)
-    previous = latest_rollout(directory)
-    kept = (
-        "there was no checkpoint before" if previous is None else f"the checkpoint of rollout {previous} is as it was"
-    )
-    return (
-        f"cannot save {target}: {error}. It takes about {size / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free there; "
-        f"make room, choose another --save, or keep fewer with --max-actor-ckpt-to-keep. {kept.capitalize()}."
-    )
 
 
 def _manifest(rollout_id: int, model: Model, optimizer: Optimizer, extra: dict[str, Any]) -> dict[str, Any]:
@@ -268,7 +232,7 @@ def load_checkpoint(
             on_every_rank(parallel, lambda: _read_rng(folder, manifest, parallel))
     except CheckpointError as error:
         raise CheckpointError(f"--load: cannot read {folder}: {error}. {way_out(folder)}") from error
-    return Loaded(manifest["rollout_id"], manifest["extra"], optimizer is not None)
+    return Loaded(manifest["rollout_id"], manifest["extra"], optimizer is not None, folder)
 
 
 def _check_bits(folder: Path, parallel: ParallelState) -> None:

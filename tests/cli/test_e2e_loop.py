@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from relax_cli.run.debug_data import load_groups
+from relax_data.prompts.saved_groups import SAMPLES_FILE, read_arrays
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -97,6 +99,58 @@ def test_ten_steps_equal_five_a_kill_and_five(task: Any, relax: Callable[..., An
     again = weights(tmp_path / "parts" / f"hf_{STEPS - 1}")
     assert max((last[k] - first[k]).abs().max().item() for k in first) > 1e-4, "training changed the weights"
     assert max((last[k] - again[k]).abs().max().item() for k in last) <= 1e-5
+
+
+def test_a_killed_run_goes_on_with_the_tokens_of_interrupted_samples(
+    task: Any, relax: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Over-sampling leaves responses half done; they are in the checkpoint, and every prompt is trained once."""
+    prompts, batch = 24, 2
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(task.train.read_text().splitlines(keepends=True)[:prompts]))
+    checkpoints = tmp_path / "checkpoints"
+    flags = task.flags(
+        prompt_data=data,
+        num_rollout=None,
+        num_epoch=1,
+        rollout_batch_size=batch,
+        over_sampling_batch_size=3 * batch,
+        partial_rollout=True,
+        max_staleness=2,
+        rollout_max_response_len=48,
+        sglang_server_concurrency=5,  # groups start one after the other, so that they do not end together
+        save=checkpoints,
+        load=checkpoints,
+        save_interval=1,
+        save_debug_rollout_data=tmp_path / "rollout_{rollout_id}.jsonl",
+    )
+    killed = relax("train", *flags, folder=mkdir(tmp_path / "run"))
+    killed.wait_for(lambda: len(killed.steps()) >= 5, "fifth step")
+    os.kill(killed.process.pid, signal.SIGKILL)
+    killed.process.wait()
+    assert killed.survivors() == [], "processes outlive a killed driver"
+    kept = [tokens for folder in checkpoints.glob("rollout_*[0-9]") for tokens in half_done(folder)]
+    assert sum(kept) > 0, "responses were interrupted"
+
+    resumed = relax("train", *flags, folder=tmp_path / "run")
+    assert resumed.finish() == 0, resumed.output
+    assert "resumed from rollout" in resumed.output
+    steps = resumed.steps()
+    assert [m["step"] for m in steps] == list(range(prompts // batch)), "no step is missing, none is there twice"
+    assert max(m["staleness/max"] for m in steps) <= 2
+    trained = [i for prompt_ids in prompts_by_rollout(tmp_path).values() for i in prompt_ids]
+    assert sorted(trained) == list(range(prompts)), "every prompt once"
+    for path in tmp_path.glob("rollout_*.jsonl"):
+        for sample in (s for g in load_groups(path) for s in g.samples):
+            assert len(sample.tokens) <= 48
+            assert sample.versions == sorted(sample.versions)
+    assert resumed.survivors() == []
+
+
+def half_done(checkpoint: Path) -> list[int]:
+    """Tokens of each unfinished sample in a checkpoint."""
+    arrays = read_arrays((checkpoint / SAMPLES_FILE).read_bytes())
+    return [int(n) for n, status in zip(np.diff(arrays["offsets"]), arrays["status"], strict=True) if status == 0]
 
 
 def mkdir(path: Path) -> Path:

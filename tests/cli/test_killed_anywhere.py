@@ -71,6 +71,8 @@ class Life:
     def __init__(self, place: str, after: int) -> None:
         self.place, self.after, self.dead = place, after, False
         self.passed: Counter[str] = Counter()
+        self.resumed_half_done = 0
+        """Samples with tokens that generation goes on with."""
         self.place_of_fsync = ""
         """Where a flush to the disk happens now."""
 
@@ -214,6 +216,10 @@ class Rollout(RolloutWorker):
 
     def load_state(self, state: dict[str, Any], folder: Path) -> None:
         self._run(self.real.load_state(state, folder))
+        ledger = self.real._loop.ledger
+        self._life.resumed_half_done = sum(
+            bool(x.tokens) and not x.status.finished for g in ledger.groups() for x in g.samples
+        )
         self._life.reach("resuming")
 
 
@@ -283,12 +289,15 @@ class Run:
         self.total = draw.randint(1, 12)
         self.rejected = {i for i in range(self.total) if draw.random() < 0.2}
         batch = draw.randint(1, 3)
+        partial = draw.random() < 0.6
         self.max_staleness = draw.choice([None, 0, 1, 2])
         self.settings = RolloutSettings(
             rollout_batch_size=batch,
             over_sampling_batch_size=batch + draw.randint(0, 3),
             n_samples_per_prompt=draw.randint(1, 2),
             rollout_max_response_len=LONGEST,
+            partial_rollout=partial,
+            partial_rollout_max_aborted_count=draw.choice([None, 1, 3]) if partial else None,
         )
         self.keep = draw.choice([None, 1])
         evals = draw.choice([None, 1, 2])
@@ -304,7 +313,7 @@ class Run:
             ClusterSettings(),
         )
         self.kills: Counter[str] = Counter()
-        self.continued = 0
+        self.continued = self.resumed = 0
 
     def check_batch(self, batch: TrainBatch, rollout_id: int) -> None:
         n = self.settings.n_samples_per_prompt
@@ -354,6 +363,7 @@ class Run:
             trackers.__exit__(None, None, None)
             engine = workers.rollout.real._loop.engines[0]  # type: ignore[attr-defined]
             self.continued += engine.continued
+            self.resumed += life.resumed_half_done
         return workers
 
     def lose_unwritten(self) -> None:
@@ -418,6 +428,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 def test_killed_anywhere_every_prompt_is_trained_once_or_dropped(runs: Callable[[int], Run], schedules: int) -> None:
     """The slow one takes about 30 s of CPU time."""
     kills: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     for seed in range(schedules):
         run = runs(seed)
         first = list(POINTS)[seed % len(POINTS)]
@@ -429,5 +440,8 @@ def test_killed_anywhere_every_prompt_is_trained_once_or_dropped(runs: Callable[
             raise
         shutil.rmtree(run.folder)
         kills += run.kills
+        seen["continued"] += run.continued
+        seen["resumed half done"] += run.resumed
     assert set(kills) == set(POINTS), kills
     assert min(kills.values()) > schedules / 100, kills
+    assert min(seen["continued"], seen["resumed half done"]) > schedules / 40, seen

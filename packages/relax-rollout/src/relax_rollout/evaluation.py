@@ -7,6 +7,7 @@ from typing import Any
 from relax_data.types import Prompt, SampleGroup, WeightVersion
 
 from relax_rollout.engines.base import Engine
+from relax_rollout.engines.pool import EnginePool
 from relax_rollout.engines.router import EngineRouter
 from relax_rollout.generation.generate import GenerationContext, eval_sampling_params, load_generate_function
 from relax_rollout.loop.metrics import sample_metrics
@@ -27,7 +28,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 async def evaluate(  # noqa: PLR0913  # the parts of a rollout, by name
-    engines: Sequence[Engine],
+    engines: Sequence[Engine] | EnginePool,
     datasets: Mapping[str, Sequence[Prompt]],
     reward: RewardFunction,
     settings: EvalSettings,
@@ -54,7 +55,7 @@ async def evaluate(  # noqa: PLR0913  # the parts of a rollout, by name
     Raises:
         ValueError: a prompt leaves no room for a response, or the samples of an evaluation cannot be generated or
             scored; the message names the row.
-        EngineDied: an engine's process ended.
+        EngineDied: no engine is left, or one died that nobody restarts.
         TimeoutError: nothing moves any more.
     """
     timer = PhaseTimer()

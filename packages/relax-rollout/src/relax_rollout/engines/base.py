@@ -94,6 +94,10 @@ class EngineDied(RuntimeError):
     """The engine's process is gone; the message holds the last lines of its log."""
 
 
+class EngineSilent(EngineDied):
+    """The engine has answered nothing for so long that it counts as dead, whether its process runs or not."""
+
+
 class Engine(Protocol):
     """A running inference engine. Every call has a deadline; a dead engine raises :class:`EngineDied`."""
 

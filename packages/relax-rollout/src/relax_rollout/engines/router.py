@@ -1,38 +1,64 @@
-"""Sends requests to the least loaded of several engines, with a limit for each."""
+"""Sends requests to the least loaded of several engines, with a limit for each, and again when an engine is lost."""
 
 import asyncio
+import collections
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 from relax_rollout.engines.base import Engine, EngineDied, GenerateRequest, GenerateResult
+from relax_rollout.engines.pool import EnginePool, as_pool
 from relax_rollout.timer import PhaseTimer
 
 QUIET_ABORT_S = 3.0
 """Seconds that the clean-up after an error may spend on telling the engines."""
+LOOK_EVERY_S = 5.0
+"""How often a request that waits for an engine looks whether there is still hope for one."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Sent:
+    """One request that is at an engine.
+
+    Attributes:
+        lost: the engine was excluded, so that its answer is not waited for.
+    """
+
+    engine: Engine
+    task: asyncio.Task[GenerateResult]
+    lost: bool = False
 
 
 class EngineRouter:
     """The engines of one rollout or evaluation.
 
+    A request whose engine dies or falls silent is sent again as it is, to another engine or to one that has come back:
+    whoever waits for it notices only that it takes longer. The tokens that it had are lost.
+
     Args:
-        engines: at least one.
+        engines: at least one; a pool, where lost engines come back, or engines of which every loss is an error.
         concurrency: most requests at the same time for each engine; the others wait here, in order.
         timer: told when requests begin and end.
     """
 
-    def __init__(self, engines: Sequence[Engine], concurrency: int, timer: PhaseTimer | None = None) -> None:
-        if not engines:
+    def __init__(
+        self, engines: Sequence[Engine] | EnginePool, concurrency: int, timer: PhaseTimer | None = None
+    ) -> None:
+        if not len(engines):
             raise ValueError("a rollout needs at least one engine")
         if concurrency < 1:
             raise ValueError(f"--sglang-server-concurrency is {concurrency}; it must be at least 1")
-        self._engines = list(engines)
-        self._permits = asyncio.Semaphore(concurrency * len(engines))
-        self._load = [0] * len(engines)
-        self._running: dict[str, int] = {}
+        self._pool = as_pool(engines)
+        self._concurrency = concurrency
+        self._queue: collections.deque[asyncio.Future[Engine | None]] = collections.deque()
+        self._load: dict[Engine, int] = {}
+        self._sent: dict[str, _Sent] = {}
         self._closed = False
         self._timer = timer or PhaseTimer()
         self.tokens = 0
         """Tokens that the engines returned so far, of aborted requests too."""
+        self.resent = 0
+        """Requests that were sent again because their engine was lost."""
 
     @property
     def closed(self) -> bool:
@@ -42,33 +68,102 @@ class EngineRouter:
     @property
     def running(self) -> dict[str, int]:
         """Number of requests at each engine by its name."""
-        return {e.name: n for e, n in zip(self._engines, self._load, strict=True)}
+        return {e.name: self._load.get(e, 0) for e in self._pool.serving}
+
+    @property
+    def waiting_for(self) -> str:
+        """What requests wait for while no engine serves; empty else."""
+        return self._pool.waiting_for if self._queue else ""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """The engine's answer; an empty aborted one, without asking an engine, after :meth:`abort_all`.
 
         Raises:
-            EngineDied: its message names the engine.
+            EngineDied: no engine is left, or one died that nobody restarts; the message names it.
         """
-        async with self._permits:
-            if self._closed:
-                return GenerateResult(tokens=[], log_probs=[], versions=[], finish_reason="abort")
-            index = min(range(len(self._engines)), key=self._load.__getitem__)
-            self._load[index] += 1
-            self._running[request.rid] = index
-            try:
-                with self._timer.generating():
-                    result = await self._engines[index].generate(request)
-            except EngineDied as e:
-                name = self._engines[index].name
-                if name in str(e):
-                    raise
-                raise EngineDied(f"{name}: {e}") from e
-            finally:
-                self._load[index] -= 1
-                del self._running[request.rid]
-        self.tokens += len(result.tokens)
-        return result
+        first_time = True
+        with self._pool.listening(self._on_change):
+            while (engine := await self._admitted(in_front=not first_time)) is not None:
+                try:
+                    result = await self._ask(engine, request)
+                finally:
+                    self._leave(engine)
+                if result is not None:
+                    self.tokens += len(result.tokens)
+                    return result
+                first_time = False
+                self.resent += 1
+        return GenerateResult(tokens=[], log_probs=[], versions=[], finish_reason="abort")
+
+    async def _ask(self, engine: Engine, request: GenerateRequest) -> GenerateResult | None:
+        """The engine's answer, or None when it was lost."""
+        sent = self._sent[request.rid] = _Sent(engine, asyncio.ensure_future(engine.generate(request)))
+        try:
+            with self._timer.generating():
+                return await sent.task
+        except EngineDied as error:
+            self._pool.exclude(engine, error)
+            return None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if sent.lost and not (task is not None and task.cancelling()):
+                return None
+            raise
+        finally:
+            del self._sent[request.rid]
+
+    # ------------------------------------------------------------------ who may ask
+
+    async def _admitted(self, *, in_front: bool) -> Engine | None:
+        """Waits for an engine that has room, and takes the place; None after :meth:`abort_all`."""
+        place: asyncio.Future[Engine | None] = asyncio.get_running_loop().create_future()
+        (self._queue.appendleft if in_front else self._queue.append)(place)
+        try:
+            self._admit()
+            while not place.done():
+                self._pool.check_hope()
+                await asyncio.wait([place], timeout=LOOK_EVERY_S)
+            return place.result()
+        except asyncio.CancelledError:
+            if place.done() and place.exception() is None and (engine := place.result()) is not None:
+                self._leave(engine)
+            raise
+        finally:
+            with contextlib.suppress(ValueError):
+                self._queue.remove(place)
+
+    def _admit(self) -> None:
+        """Gives the requests that wait the room that there is, in order."""
+        serving = self._pool.serving
+        while self._queue:
+            engine = None
+            if not self._closed:
+                if not serving:
+                    return
+                engine = min(serving, key=lambda e: self._load.get(e, 0))
+                if self._load.get(engine, 0) >= self._concurrency:
+                    return
+                self._load[engine] = self._load.get(engine, 0) + 1
+            self._queue.popleft().set_result(engine)
+
+    def _leave(self, engine: Engine) -> None:
+        self._load[engine] -= 1
+        self._admit()
+
+    def _on_change(self) -> None:
+        """An engine was lost or has come back: lets go of what is at lost ones, and admits."""
+        for sent in self._sent.values():
+            if not sent.lost and not self._pool.serves(sent.engine):
+                sent.lost = True
+                sent.task.cancel()
+        self._admit()
+        try:
+            self._pool.check_hope()
+        except EngineDied as error:
+            while self._queue:
+                self._queue.popleft().set_exception(error)
+
+    # ------------------------------------------------------------------ ends
 
     async def abort_all(self) -> None:
         """Asks the engines to end every running request of this router, and lets no further one start.
@@ -77,18 +172,24 @@ class EngineRouter:
         repeated while requests are running.
         """
         self._closed = True
-        await asyncio.gather(*(self._engines[index].abort(rid) for rid, index in list(self._running.items())))
+        self._admit()
 
-    async def abort_quietly(self, rids: dict[str, int]) -> None:
+        async def abort(rid: str, engine: Engine) -> None:
+            try:
+                await engine.abort(rid)
+            except EngineDied as error:
+                self._pool.exclude(engine, error)
+
+        await asyncio.gather(*(abort(rid, engine) for rid, engine in self.snapshot().items()))
+
+    async def abort_quietly(self, rids: dict[str, Engine]) -> None:
         """Frees the engines of requests whose tasks were cancelled; what fails here must not hide the first error."""
         with contextlib.suppress(Exception):
             await asyncio.wait_for(
-                asyncio.gather(
-                    *(self._engines[index].abort(rid) for rid, index in rids.items()), return_exceptions=True
-                ),
+                asyncio.gather(*(engine.abort(rid) for rid, engine in rids.items()), return_exceptions=True),
                 QUIET_ABORT_S,
             )
 
-    def snapshot(self) -> dict[str, int]:
-        """Running requests: index of the engine by request id."""
-        return dict(self._running)
+    def snapshot(self) -> dict[str, Engine]:
+        """Running requests: the engine by request id."""
+        return {rid: sent.engine for rid, sent in self._sent.items()}

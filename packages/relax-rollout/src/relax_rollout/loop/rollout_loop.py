@@ -16,6 +16,7 @@ from relax_data.types import Sample, SampleGroup, WeightVersion
 
 from relax_rollout.concurrency import UserFunctionError, guarded
 from relax_rollout.engines.base import Engine
+from relax_rollout.engines.pool import EnginePool
 from relax_rollout.engines.router import EngineRouter
 from relax_rollout.filters import GroupFilter, load_filter
 from relax_rollout.generation.generate import GenerationContext, load_generate_function, sampling_params
@@ -66,7 +67,8 @@ class RolloutLoop:
 
     Args:
         settings: options of the rollout.
-        engines: where requests go, least loaded first. The attribute may be replaced between rollouts.
+        engines: where requests go, least loaded first: a pool, or engines of which every loss is an error. The
+            attribute may be replaced between rollouts.
         source: prompts.
         reward: scores the responses.
         tokenizer: transformers tokenizer; only its ``decode`` is used here.
@@ -92,7 +94,7 @@ class RolloutLoop:
         self,
         settings: RolloutSettings,
         *,
-        engines: Sequence[Engine],
+        engines: Sequence[Engine] | EnginePool,
         source: PromptSource,
         reward: RewardFunction,
         tokenizer: Any,
@@ -112,7 +114,7 @@ class RolloutLoop:
         if problems:
             raise ValueError("\n".join(problems))
         self.settings = settings
-        self.engines = list(engines)
+        self.engines = engines
         self._reward = reward
         self._tokenizer = tokenizer
         if filter is None and settings.dynamic_sampling_filter_path is not None:
@@ -168,7 +170,7 @@ class RolloutLoop:
             version: policy version that the engines serve.
 
         Raises:
-            EngineDied: an engine's process ended; the message names it.
+            EngineDied: no engine is left, or one died that nobody restarts; the message names it.
             RewardError, GenerationError: naming the sample; the cause is chained.
             ValueError: too many prompts in a row were dropped, or a filter failed.
             TimeoutError: an engine does not abort, or nothing moves any more.

@@ -179,6 +179,8 @@ class InflightGroups:
     def waiting_for(self) -> str:
         """The groups that are still running, for messages."""
         parts = [f"{n} requests at {name}" for name, n in self._runner.router.running.items() if n]
+        if engines := self._runner.router.waiting_for:
+            parts.append(engines)
         if self._runner.scoring:
             parts.append(
                 f"the reward of {len(self._runner.scoring)}, first {next(iter(self._runner.scoring.values()))}"

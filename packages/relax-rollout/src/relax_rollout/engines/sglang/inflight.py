@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import httpx
 
-from relax_rollout.engines.base import GenerateResult
+from relax_rollout.engines.base import EngineSilent, GenerateResult
+from relax_rollout.engines.sglang.log import last_words
 from relax_rollout.engines.sglang.transport import Transport
 from relax_rollout.engines.sglang.weight_status import WeightStatus
 
@@ -118,8 +119,9 @@ class InflightRequests:
             if answered:
                 last_answer = time.monotonic()
             elif failure is None and time.monotonic() - last_answer > self._silence_deadline_s:
-                failure = TimeoutError(
-                    f"{self._transport.name} has answered nothing for {self._silence_deadline_s:.0f} s"
+                failure = EngineSilent(
+                    f"{self._transport.name} ({self._transport.url}) has answered nothing for "
+                    f"{self._silence_deadline_s:.0f} s. {last_words(self._transport.log_path)}"
                 )
             if failure is not None:
                 self._fail(failure)

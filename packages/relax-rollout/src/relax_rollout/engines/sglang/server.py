@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -274,6 +275,10 @@ class SGLangServer:
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    # A supervisor that was stopped (SIGSTOP) with the rest could not end anything.
+                    os.killpg(process.pid, signal.SIGCONT)
             try:
                 process.wait(timeout=_STOP_DEADLINE_S)
             except subprocess.TimeoutExpired:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from relax_rollout.engines.base import EngineDied
+from relax_rollout.engines.base import EngineDied, EngineSilent
 from relax_rollout.engines.sglang.log import last_words
 
 _PROBE_TIMEOUT_S = 5.0
@@ -89,6 +89,7 @@ class Transport:
 
         Raises:
             EngineDied: the server's process is gone.
+            EngineSilent: it did not answer in time, nor anything else that it was asked then.
             TimeoutError: it lives, but did not answer in time.
             ConnectionError: it lives, but the connection was lost again and again (or once, without ``retry``).
         """
@@ -134,8 +135,14 @@ class Transport:
         Whatever comes out of a request and is no answer is a lost connection, not only the errors that httpx knows: a
         socket that the other side resets while it is being set up comes as an AttributeError of the layers below.
         """
-        if (died := await self.verdict()) is not None:
+        died, answers = await self._look()
+        if died is not None:
             raise died from error
+        if not answers and (last or isinstance(error, httpx.ReadTimeout)):
+            raise EngineSilent(
+                f"{self.name} ({self.url}) did not answer {path}, nor anything else for {_VERDICT_DEADLINE_S:.0f} s. "
+                f"{last_words(self.log_path)}"
+            ) from error
         if isinstance(error, httpx.ReadTimeout):
             raise TimeoutError(f"{self.name} lives but did not answer {path} within {timeout_s:.0f} s") from error
         if last:
@@ -164,19 +171,23 @@ class Transport:
 
     async def verdict(self) -> EngineDied | None:
         """After a lost connection: the error if the server is gone, None if it lives (or is only slow)."""
+        return (await self._look())[0]
+
+    async def _look(self) -> tuple[EngineDied | None, bool]:
+        """The error if the server is gone; and whether it answers."""
         deadline, refused = time.monotonic() + _VERDICT_DEADLINE_S, 0
         while time.monotonic() < deadline:
             if self.alive is not None and not self.alive():
-                return self.died()
+                return self.died(), False
             try:
                 if await self.probe() is not None:
-                    return None
+                    return None, True
             except httpx.ConnectError:
                 refused += 1
                 if refused >= _REFUSALS:
-                    return self.died()
+                    return self.died(), False
             await asyncio.sleep(0.3)
-        return None
+        return None, False
 
 
 class StreamedAnswer:

@@ -1,12 +1,13 @@
 """A weight push without the real engine: how much memory it needs, what it leaves behind, and its seams."""
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
 import gc
 import tracemalloc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -226,7 +227,7 @@ def test_a_transport_is_a_name_in_the_table(monkeypatch: pytest.MonkeyPatch) -> 
     class Counting:
         setup: TransportSetup
 
-        def push(self, buckets: Iterable[Bucket], version: int) -> PushReport:
+        def push(self, buckets: Iterable[Bucket], version: int, engines: Collection[str] | None = None) -> PushReport:
             return PushReport(buckets=sum(1 for _ in buckets))
 
         def close(self) -> None: ...
@@ -252,3 +253,22 @@ def test_the_device_decides_which_transport_a_run_takes(monkeypatch: pytest.Monk
     options: dict[str, Any] = {"rank": 0, "world_size": 1, "gpus_per_engine": 1}
     assert make_transport([], device="cpu", **options) == "value"
     assert make_transport([], device="cuda", **options) == "ipc"
+
+
+async def test_a_push_to_some_engines_leaves_the_others_alone() -> None:
+    async with SGLangDouble().serving() as one, SGLangDouble().serving() as other:
+        addresses = [EngineAddress("engine0", one.url), EngineAddress("engine1", other.url)]
+        transport = make_transport(addresses, rank=0, world_size=1, device="cpu", gpus_per_engine=1)
+        buckets = [Bucket.of([("a", torch.zeros(4))])]
+        report = await asyncio.to_thread(transport.push, buckets, 4, ["engine1"])
+        assert (report.buckets, one.calls, other.weight_version) == (1, [], "4")
+        await asyncio.to_thread(transport.push, buckets, 5)
+        assert (one.weight_version, other.weight_version) == ("5", "5")
+
+
+def test_a_rank_whose_engine_is_left_out_shares_no_memory() -> None:
+    """A handle that nobody opens keeps its memory for ever."""
+    options: dict[str, Any] = {"rank": 0, "world_size": 1, "gpus_per_engine": 1, "connect": SGLangEngine.at}
+    transport = ipc.ipc_transport(TransportSetup(engines=(EngineAddress("engine0", "http://x"),), **options))
+    assert transport.send_for(None) is transport.send_for(["engine0", "engine1"]) is ipc.send_handles
+    assert transport.send_for(["engine1"]) is ipc.send_nothing

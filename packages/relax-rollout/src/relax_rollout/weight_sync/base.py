@@ -1,7 +1,7 @@
 """Protocol of a transport of weights, and what one is built from."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from relax_data.types import WeightVersion
@@ -26,14 +26,17 @@ class PushReport:
 class WeightTransport(Protocol):
     """One rank's end of a way for weights to travel. Every rank of the trainer has one and makes the same calls."""
 
-    def push(self, buckets: Iterable[Bucket], version: WeightVersion) -> PushReport:
-        """Makes every engine serve a new version; collective.
+    def push(
+        self, buckets: Iterable[Bucket], version: WeightVersion, engines: Collection[str] | None = None
+    ) -> PushReport:
+        """Makes engines serve a new version; collective.
 
         At most two buckets exist on this rank at a time, the copies that are sent counted, and none afterwards.
 
         Args:
             buckets: the whole model, the same on every rank; read one at a time.
             version: number of the new weights.
+            engines: names of those that get them, the same on every rank; None for all. The others are not spoken to.
 
         Raises:
             WeightPushFailed: on every rank when it failed on any.

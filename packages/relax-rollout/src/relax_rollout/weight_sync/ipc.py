@@ -1,7 +1,7 @@
 """Weights to engines on the trainer's own GPUs: a handle travels, and the engine copies from the trainer's memory."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from relax_data.types import WeightVersion
@@ -9,21 +9,34 @@ from relax_data.weights import Bucket
 
 from relax_rollout.engines.base import Engine, IpcHandle
 from relax_rollout.weight_sync.base import PushReport, TransportSetup
-from relax_rollout.weight_sync.push import EngineTransport
+from relax_rollout.weight_sync.push import EngineTransport, Send
 from relax_rollout.weight_sync.ranks import OneRank, Ranks, TorchRanks
 
 
 class IpcTransport(EngineTransport):
-    """This rank's end; gives the memory back that engines have finished reading."""
+    """This rank's end; gives the memory back that engines have finished reading.
 
-    def push(self, buckets: Iterable[Bucket], version: WeightVersion) -> PushReport:
+    Attributes:
+        shares_with: names of the engines that read this rank's copy: one, or none.
+    """
+
+    shares_with: tuple[str, ...] = ()
+
+    def push(
+        self, buckets: Iterable[Bucket], version: WeightVersion, engines: Collection[str] | None = None
+    ) -> PushReport:
         """See :class:`relax_rollout.weight_sync.base.WeightTransport`."""
         try:
-            return super().push(buckets, version)
+            return super().push(buckets, version, engines)
         finally:
             if torch.cuda.is_initialized():
                 # Frees the blocks whose handles the engines have closed.
                 torch.cuda.ipc_collect()
+
+    def send_for(self, engines: Collection[str] | None) -> Send:
+        """A rank whose engine is left out shares nothing: memory with a handle that nobody opens is never freed."""
+        left_out = engines is not None and not set(self.shares_with) & set(engines)
+        return send_nothing if left_out else super().send_for(engines)
 
 
 def ipc_transport(setup: TransportSetup) -> IpcTransport:
@@ -34,10 +47,18 @@ def ipc_transport(setup: TransportSetup) -> IpcTransport:
     """
     size = setup.gpus_per_engine
     if setup.world_size == 1:
-        return IpcTransport(setup.engines, OneRank(), send_handles, setup.connect)
+        alone = IpcTransport(setup.engines, OneRank(), send_handles, setup.connect)
+        alone.shares_with = tuple(address.name for address in setup.engines)
+        return alone
     ranks = TorchRanks([range(i * size, (i + 1) * size) for i in range(len(setup.engines))])
-    own = [setup.engines[setup.rank // size]] if ranks.posts else []
-    return IpcTransport(own, ranks, send_handles, setup.connect)
+    engine = setup.engines[setup.rank // size] if ranks.shares_gpu else None
+    transport = IpcTransport([engine] if engine and ranks.posts else [], ranks, send_handles, setup.connect)
+    transport.shares_with = (engine.name,) if engine else ()
+    return transport
+
+
+async def send_nothing(engines: Sequence[Engine], bucket: Bucket | None, ranks: Ranks) -> None:
+    """Lets a bucket pass by; all ranks that share an engine's GPUs do the same."""
 
 
 async def send_handles(engines: Sequence[Engine], bucket: Bucket | None, ranks: Ranks) -> None:

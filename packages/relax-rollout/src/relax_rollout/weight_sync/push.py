@@ -6,7 +6,7 @@ A transport that reaches engines by their own calls gives one function, :data:`S
 import asyncio
 import contextlib
 import traceback
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Iterator, Sequence
 
 from relax_data.types import WeightVersion
 from relax_data.weights import Bucket
@@ -40,18 +40,25 @@ class EngineTransport:
         self.engines, self.ranks = tuple(engines), ranks
         self._send, self._connect = send, connect
 
-    def push(self, buckets: Iterable[Bucket], version: WeightVersion) -> PushReport:
+    def push(
+        self, buckets: Iterable[Bucket], version: WeightVersion, engines: Collection[str] | None = None
+    ) -> PushReport:
         """See :class:`relax_rollout.weight_sync.base.WeightTransport`."""
 
         async def go() -> PushReport:
-            engines = [self._connect(address) for address in self.engines]
+            wanted = [a for a in self.engines if engines is None or a.name in engines]
+            clients = [self._connect(address) for address in wanted]
             try:
-                return await push_weights(engines, buckets, version, send=self._send, ranks=self.ranks)
+                return await push_weights(clients, buckets, version, send=self.send_for(engines), ranks=self.ranks)
             finally:
-                for engine in engines:
-                    await engine.close()
+                for client in clients:
+                    await client.close()
 
         return asyncio.run(go())
+
+    def send_for(self, engines: Collection[str] | None) -> Send:
+        """How this rank sends a bucket in a push to these engines."""
+        return self._send
 
     def close(self) -> None:
         """Holds nothing between pushes."""

@@ -3,7 +3,7 @@
 import dataclasses
 import io
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from relax_cli.workers.rollout import RolloutOutput
 from relax_cli.workers.rollout_worker import RolloutWorker
 from relax_cli.workers.trainer_group import TrainerGroup
 from relax_data.types import Prompt, SampleGroup, SampleStatus, StepManifest, TrainBatch
+from relax_rollout.engines.pool import EngineReport, EngineState
 from relax_train.checkpoint.manifest import Loaded
 from relax_train.settings import CheckpointSettings, ModelSettings, TrainSettings
 from rich.console import Console
@@ -76,6 +77,12 @@ class RecordingRollout(RolloutWorker):
         self._book.note("evaluate", version)
         return {"eval/held-out/reward": 0.5}
 
+    def check_engines(self) -> list[EngineReport]:
+        return [EngineReport("engine0", EngineState.SERVING, 0, "")]
+
+    def engine_reports(self) -> list[EngineReport]:
+        return self.check_engines()
+
     def weight_versions(self) -> list[int]:
         self._book.note("weight_versions")
         return [self._book.served]
@@ -109,7 +116,8 @@ class RecordingTrainers(TrainerGroup):
         self._book.note("train", rollout_id)
         return {"train/loss": 0.0}
 
-    def push_weights(self, version: int) -> None:
+    def push_weights(self, version: int, engines: Sequence[str] | None = None) -> None:
+        assert engines in (None, ["engine0"])
         self._book.note("push_weights", version)
         self._book.served = version
 

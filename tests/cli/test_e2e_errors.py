@@ -1,6 +1,5 @@
 """What a user sees when a run fails: the cause in one line, an exit code, and nothing that hangs or stays."""
 
-import asyncio
 import os
 import re
 import signal
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_gate import Gate, underway
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -35,34 +33,6 @@ def test_a_reward_that_raises_names_sample_and_function(task: Any, relax: Callab
     assert "my_reward:reward" in run.output
     assert "no such answer" in run.output
     assert run.survivors() == []
-
-
-def test_an_engine_that_dies_during_generation_ends_the_run_with_its_last_words(
-    task: Any, relax: Callable[..., Any], tmp_path: Path
-) -> None:
-    gate = Gate(tmp_path)
-    hooks = {f"sglang_{name}".replace("-", "_"): value for name, value in gate.options().items()}
-    with gate.importable():
-        run = relax(
-            "train", *task.flags(num_rollout=10**6, rollout_max_response_len=200, debug_rollout_only=True, **hooks)
-        )
-    run.wait_for(lambda: len(run.steps()) >= 1, "first step")
-    gate.close()
-    servers = [p for p in run.seen if p.is_running() and is_server(p.cmdline())]
-    assert servers
-    words = servers[0].cmdline()
-    asyncio.run(underway(f"http://127.0.0.1:{words[words.index('--port') + 1]}", 1))
-    for server in servers:
-        server.kill()
-    assert run.finish() == 1, run.output
-    assert "EngineDied" in run.output
-    assert "engine0" in run.output
-    assert "Last lines of" in run.output
-    assert run.survivors() == []
-
-
-def is_server(words: list[str]) -> bool:
-    return words[1:3] == ["-m", "sglang.launch_server"]  # unlike its supervisor's, which has the command as arguments
 
 
 def test_sigterm_finishes_the_step_and_saves_it(task: Any, relax: Callable[..., Any], tmp_path: Path) -> None:

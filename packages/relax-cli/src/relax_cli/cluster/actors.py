@@ -47,6 +47,11 @@ class Actor(Generic[T]):
         """
         return getattr(self.handle, method.__name__).remote(*args, **kwargs)
 
+    def is_named_in(self, error: BaseException) -> bool:
+        """Whether Ray's error speaks of this actor."""
+        actor_id = getattr(error, "actor_id", None)
+        return actor_id is not None and actor_id == self.handle._actor_id.hex()
+
     def kill(self) -> None:
         """Ends the process without asking it."""
         import ray

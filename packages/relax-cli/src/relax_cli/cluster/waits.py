@@ -101,6 +101,7 @@ def wait_for(
     remind_s: float = ...,
     status: Callable[[], str] | None = ...,
     heartbeat: Heartbeat | None = ...,
+    meanwhile: Callable[[], None] | None = ...,
 ) -> list[R]: ...
 
 
@@ -114,10 +115,11 @@ def wait_for(
     remind_s: float = ...,
     status: Callable[[], str] | None = ...,
     heartbeat: Heartbeat | None = ...,
+    meanwhile: Callable[[], None] | None = ...,
 ) -> R: ...
 
 
-def wait_for(
+def wait_for(  # noqa: PLR0913  # what a wait does meanwhile, by name
     refs: Any,
     what: str,
     *,
@@ -126,6 +128,7 @@ def wait_for(
     remind_s: float = 60.0,
     status: Callable[[], str] | None = None,
     heartbeat: Heartbeat | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Any:
     """``ray.get`` that says what it waits for, ends at a deadline and gives way to a stop request.
 
@@ -136,6 +139,7 @@ def wait_for(
         remind_s: seconds between two messages of a long wait.
         status: asked for the details of such a message.
         heartbeat: of a start; it tells the user what is waited for, instead of the messages in the log.
+        meanwhile: called about four times a second; what it raises ends the wait.
 
     Raises:
         TimeoutError: the deadline passed.
@@ -156,9 +160,11 @@ def wait_for(
             except ray.exceptions.RayActorError as error:  # it says which process died, not what it was doing
                 error.add_note(f"The run was waiting for {what}.")
                 raise
-        now = time.monotonic()
         if not pending:
             break
+        if meanwhile is not None:
+            meanwhile()
+        now = time.monotonic()
         if stop is not None and stop.expired:
             raise StopRequested(what)
         if now - start > deadline_s:

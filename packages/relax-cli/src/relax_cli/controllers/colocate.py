@@ -15,13 +15,26 @@ One loop in the driver; nothing runs beside it. ``t`` is the rollout id and the 
     --------  ---------------------  ----------------------  ---------------------  -------------------  --------------
     driver    manifest, metrics;     metrics, checkpoints,   the call it made       its end, or the      a day a call;
               never a row            the order of it all                            first failure        120 s: versions
+                                                             a lost engine's new    engine actor         1860 s
+                                                             server, before the
+                                                             trainer wakes there
     rollout   prompts, responses,    groups; manifest; rows  responses and scores   engines, rewards     5400 s without
     worker    scores                 until the next rollout                                              any progress
+                                                             any engine, when       driver: a restart    2400 s without
+                                                             none serves            and a push           any change
     engines   requests, buckets of   tokens with log-prob    a request or a push    rollout worker,      none: they
               weights                and version                                    ranks                serve
     ranks     manifest, rows of      weights ``t+1``         rows; an engine that   rollout worker (or   120 s: rows;
               their own samples                              takes a bucket; each   a file); engines;    600 s: bucket
                                                              other                  the slowest rank
+
+Engines that are lost on the way: :mod:`relax_cli.controllers.engine_recovery`. While the driver waits for a rollout it
+restarts them, and where that is possible at once pushes ``t`` to them:
+
+    driver      generate(t) ... restart ..................... [ push(t) to the new server ] ...          train(t)
+    rollout     [requests go on elsewhere, or wait            |                           | and go on]
+    engine      dies     [loads start weights] sleep          [weights t]                 [generate]
+    ranks       .....sleep........................... wake    [buckets]             sleep
 
 With ``--debug-rollout-only`` the loop is generate and report; with ``--debug-train-only`` the rows come from a file
 and there is no rollout worker and no engine.
@@ -30,18 +43,41 @@ and there is no rollout worker and no engine.
 import dataclasses
 from typing import TYPE_CHECKING
 
-from relax_cli.controllers.base import Controller, PhaseTimer
+from relax_cli.controllers.base import Controller, Outcome, PhaseTimer
+from relax_cli.controllers.engine_recovery import EngineRecovery
 from relax_cli.run.debug_data import FileRows, path_for, read_manifest
 from relax_cli.workers.rollout import RolloutOutput
 
 if TYPE_CHECKING:
     from relax_data.types import StepManifest
 
+    from relax_cli.cluster.waits import StopFlag
+    from relax_cli.config.run_config import RunConfig
+    from relax_cli.run.progress import Progress
+    from relax_cli.run.tracking import Trackers
+    from relax_cli.workers.group import WorkerGroups
     from relax_cli.workers.references import RowReference
 
 
 class ColocateController(Controller):
     """One launch of ``relax train --colocate``."""
+
+    def __init__(
+        self,
+        config: "RunConfig",
+        workers: "WorkerGroups",
+        trackers: "Trackers",
+        progress: "Progress",
+        stop: "StopFlag",
+        outcome: Outcome | None = None,
+    ) -> None:
+        """See :class:`relax_cli.controllers.base.Controller`."""
+        super().__init__(config, workers, trackers, progress, stop, outcome)
+        self._recovery = EngineRecovery(workers, progress.note, self._catch_up)
+        self._version = 0
+        """Of the trainer's weights, as they were sent last."""
+        if not config.debug.debug_train_only:
+            workers.rollout.meanwhile = self._recovery.watch
 
     def _step(self, rollout_id: int) -> bool:
         """Generate, train, report, save, push. False when the prompts are used up."""
@@ -50,6 +86,8 @@ class ColocateController(Controller):
         if not output.groups:
             return False
         scalars = dict(output.metrics)
+        if not self.config.debug.debug_train_only:
+            scalars |= self._recovery.metrics()
         if output.manifest is not None:
             scalars |= self._train(output.manifest, self._rows(rollout_id), timer)
         trained = output.manifest is not None
@@ -95,15 +133,24 @@ class ColocateController(Controller):
 
     def _wake_trainer(self) -> None:
         if self.workers.shares_gpu:
-            self.workers.rollout.release_memory()
+            self._recovery.release_gpus()
             self.workers.trainers.wake()
 
-    def _push(self, version: int, timer: PhaseTimer) -> None:
+    def _catch_up(self) -> None:
+        """Gives restarted engines the weights that the others have, or had, in the middle of a rollout."""
+        if self.config.debug.debug_rollout_only:
+            self._recovery.include(0)  # the start weights, which they have loaded
+            return
+        self._wake_trainer()
+        self._push(self._version, PhaseTimer(), joining_only=True)
+
+    def _push(self, version: int, timer: PhaseTimer, *, joining_only: bool = False) -> None:
         rollout, trainers = self.workers.rollout, self.workers.trainers
+        self._version = version
         with timer.phase("weight_update"):
             if self.workers.shares_gpu:
                 rollout.resume_memory("weights")
-            trainers.push_weights(version)
+            self._recovery.push(version, joining_only=joining_only)
         if self.workers.shares_gpu:
             with timer.phase("sleep_wake"):
                 trainers.sleep()
@@ -115,3 +162,4 @@ class ColocateController(Controller):
                 f"after the weight update to version {version} the engines serve {served}: stopping, because training "
                 "on samples of other weights would go wrong in silence"
             )
+        self._recovery.include(version)

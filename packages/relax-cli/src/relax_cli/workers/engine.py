@@ -78,6 +78,15 @@ class EngineActor:
         self._server.start(progress=progress)
         return EngineAddress(self.name, self._server.url, str(self._log_path))
 
+    def restart(self) -> "EngineAddress":
+        """Ends what is left of the server, hung or dead, and starts another one with the start weights.
+
+        It is of the same settings and appends to the same log; its port may be another one.
+        """
+        self._progress = ""
+        self._server.stop()
+        return self.start()
+
     def progress(self) -> str:
         """The seconds :meth:`start` has waited and the last line of the server's log; empty before that."""
         return self._progress

@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from relax_rollout.engines.pool import RESTARTS
+
 from relax_cli.cluster.actors import Actor, Ref, creator
 from relax_cli.cluster.slots import Slot, engine_slots, reserve, slots_needed, strategy, trainer_slots
 from relax_cli.cluster.waits import SETUP_DEADLINE_S, Heartbeat, StopFlag, wait_for
@@ -70,6 +72,12 @@ class WorkerGroups:
         return self._trainers
 
     @property
+    def engines(self) -> EngineGroup:
+        """The servers' actors; not with ``--debug-train-only``."""
+        assert self._engines is not None, "this run generates nothing"
+        return self._engines
+
+    @property
     def shares_gpu(self) -> bool:
         """True when engines and trainer take turns on the memory of the same GPUs."""
         both = self._trainers is not None and self._engines is not None
@@ -119,8 +127,13 @@ class WorkerGroups:
         gpus: float = 0.0,
         max_concurrency: int = 1,
         env: Mapping[str, str] | None = None,
+        restarts: int = 0,
     ) -> Callable[P, Actor[T]]:
-        """Gives a function that makes an actor of a class in one bundle; :meth:`close` ends whatever it made."""
+        """Gives a function that makes an actor of a class in one bundle; :meth:`close` ends whatever it made.
+
+        Args:
+            restarts: times that Ray makes it anew when its process is gone, and repeats the calls it was busy with.
+        """
         environment = {**actor_environment(self.shape.device, threads=1), **(env or {})}
         if self.config.cluster.ray_address is not None and "PYTHONPATH" in os.environ:
             environment["PYTHONPATH"] = os.environ["PYTHONPATH"]  # a local Ray has the driver's anyway
@@ -129,6 +142,8 @@ class WorkerGroups:
             num_cpus=cpus,
             num_gpus=gpus,
             max_concurrency=max_concurrency,
+            max_restarts=restarts,
+            max_task_retries=restarts,
             runtime_env={"env_vars": environment},
             **strategy(self._placement_group, bundle),
         )
@@ -150,7 +165,14 @@ class WorkerGroups:
         local = self.config.cluster.ray_address is None
         actors = []
         for i, own in enumerate(engine_slots(self.shape, slots)):
-            create = self._actor(EngineActor, own[0].bundle, cpus=0.0, gpus=0.1 if gpu else 0.0, max_concurrency=4)
+            create = self._actor(
+                EngineActor,
+                own[0].bundle,
+                cpus=0.0,
+                gpus=0.1 if gpu else 0.0,
+                max_concurrency=4,
+                restarts=RESTARTS,
+            )
             actors.append(
                 create(
                     self.config,

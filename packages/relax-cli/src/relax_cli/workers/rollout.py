@@ -1,6 +1,5 @@
 """The Ray actor that drives generation: prompts, engines' clients, rewards, evaluation, engine profiling."""
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -19,8 +18,8 @@ from relax_cli.workers.process import enter_folder, start_log
 
 if TYPE_CHECKING:
     from relax_profiling.recorders.sglang import RolloutProfiler
-    from relax_rollout.engines.base import EngineAddress, MemoryTag
-    from relax_rollout.engines.sglang.client import SGLangEngine
+    from relax_rollout.engines.base import Engine, EngineAddress, MemoryTag
+    from relax_rollout.engines.pool import EngineReport
     from relax_rollout.loop.context import RolloutProgress
     from relax_rollout.loop.rollout_loop import RolloutResult
 
@@ -58,6 +57,7 @@ class RolloutActor:
         enter_folder(config.folder)
         start_log(config.run_dir, "rollout")
         from relax_data.prompts.open import open_prompts
+        from relax_rollout.engines.pool import EnginePool
         from relax_rollout.generation.seam import end_token_ids
         from relax_rollout.loop.rollout_loop import RolloutLoop
         from relax_rollout.rewards import build_reward
@@ -71,11 +71,11 @@ class RolloutActor:
         self._source = open_prompts(config.data, self._tokenizer, num_epoch=config.run.num_epoch)
         self._eval_prompts = self._open_eval_prompts()
         self._reward = build_reward(config.reward)
-        self._engines: list[SGLangEngine] = []
+        self._engines = EnginePool()
         # Its functions of the user (filter, generation, collection) are imported here too.
         self._loop = RolloutLoop(
             dataclasses.replace(config.rollout, rollout_max_context_len=lengths.trained),
-            engines=(),
+            engines=self._engines,
             source=self._source,
             reward=self._reward,
             tokenizer=self._tokenizer,
@@ -90,10 +90,10 @@ class RolloutActor:
 
     async def connect(self, engines: "Sequence[EngineAddress]") -> None:
         """Takes the engines into use, in this order."""
+        from relax_rollout.engines.pool import EnginePool
         from relax_rollout.engines.sglang.client import SGLangEngine
 
-        self._engines = [SGLangEngine.at(address) for address in engines]
-        self._loop.engines = list(self._engines)
+        self._loop.engines = self._engines = EnginePool([SGLangEngine.at(address) for address in engines])
         self._profiler = self._build_profiler([address.url for address in engines])
 
     def _build_profiler(self, urls: list[str]) -> "RolloutProfiler | None":
@@ -198,16 +198,51 @@ class RolloutActor:
         return prompts
 
     async def weight_versions(self) -> list[int]:
-        """The version each engine serves, asked of the engines themselves."""
-        return await asyncio.gather(*(engine.weight_version() for engine in self._engines))
+        """The version of each engine that is in use, asked of the engines themselves."""
+        return list((await self._engines.on_each(lambda engine: engine.weight_version())).values())
 
     async def release_memory(self) -> None:
         """Gives the GPUs to the trainer."""
-        await asyncio.gather(*(engine.release_memory(("kv_cache", "weights")) for engine in self._engines))
+        await self._engines.on_each(lambda engine: engine.release_memory(("kv_cache", "weights")))
 
     async def resume_memory(self, tags: "Sequence[MemoryTag]") -> None:
         """Takes GPU memory back; after ``weights`` a push must follow before anything is generated."""
-        await asyncio.gather(*(engine.resume_memory(tags) for engine in self._engines))
+        await self._engines.on_each(lambda engine: engine.resume_memory(tags))
+
+    async def engine_reports(self) -> "list[EngineReport]":
+        """The state of each engine as the requests so far have shown it; asks no engine."""
+        return self._engines.reports()
+
+    async def check_engines(self) -> "list[EngineReport]":
+        """The state of each engine, after all in use were asked for a sign of life."""
+        from relax_rollout.engines.sglang.weight_status import WeightsIncomplete
+
+        async def answers(engine: "Engine") -> None:
+            with contextlib.suppress(WeightsIncomplete):  # it says so, so it lives
+                await engine.weight_version()
+
+        await self._engines.on_each(answers)
+        return self._engines.reports()
+
+    async def replace_engine(self, address: "EngineAddress") -> None:
+        """Takes note of a lost engine's new server, which serves only after :meth:`include_engine`."""
+        from relax_rollout.engines.sglang.client import SGLangEngine
+
+        old = self._engines.replace(SGLangEngine.at(address))
+        if self._profiler is not None:
+            place = [report.name for report in self._engines.reports()].index(address.name)
+            self._profiler.engine_urls[place] = address.url
+        await old.close()
+
+    async def engine_not_restarted(self, name: str, why: str) -> None:
+        """Takes note that a lost engine could not be started again."""
+        from relax_rollout.engines.base import EngineDied
+
+        self._engines.restart_failed(name, EngineDied(why))
+
+    async def include_engine(self, name: str) -> None:
+        """Lets a restarted engine serve, which has the current weights."""
+        self._engines.include(name)
 
     async def save_state(self, directory: str, rollout_id: int) -> dict[str, Any]:
         """Prompt cursor and ledger with the open groups: what a resumed run needs to go on with the next prompt.
@@ -237,5 +272,4 @@ class RolloutActor:
     async def close(self) -> None:
         """Closes the reward and the connections to the engines."""
         await self._reward.close()
-        for engine in self._engines:
-            await engine.close()
+        await self._engines.close()

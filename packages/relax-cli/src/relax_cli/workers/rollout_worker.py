@@ -1,6 +1,6 @@
 """The rollout actor as the driver sees it: methods that wait, say what they wait for, and end at a deadline."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,6 +11,7 @@ from relax_cli.workers.rollout import RolloutActor, RolloutOutput
 
 if TYPE_CHECKING:
     from relax_rollout.engines.base import EngineAddress, MemoryTag
+    from relax_rollout.engines.pool import EngineReport
 
 R = TypeVar("R")
 
@@ -19,7 +20,15 @@ VERSIONS_DEADLINE_S = 120.0
 
 
 class RolloutWorker:
-    """Generates, scores and evaluates; one per run. Every method but :meth:`begin_start` and :meth:`close` blocks."""
+    """Generates, scores and evaluates; one per run.
+
+    Every method blocks but :meth:`begin_start`, :meth:`poll_engines` and :meth:`close`.
+
+    Attributes:
+        meanwhile: called several times a second while a rollout or an evaluation is waited for.
+    """
+
+    meanwhile: Callable[[], None] | None = None
 
     def __init__(self, actor: Actor[RolloutActor], *, stop: StopFlag) -> None:
         """Takes over the actor.
@@ -28,9 +37,16 @@ class RolloutWorker:
             stop: ends a wait when its grace time is over.
         """
         self._actor, self._stop = actor, stop
+        self._asked: Ref[list[EngineReport]] | None = None
 
-    def _wait(self, ref: Ref[R], what: str, deadline_s: float = CALL_DEADLINE_S) -> R:
-        return wait_for(ref, what, stop=self._stop, deadline_s=deadline_s, status=self.status)
+    def _wait(self, ref: Ref[R], what: str, deadline_s: float = CALL_DEADLINE_S, *, long: bool = False) -> R:
+        meanwhile = self.meanwhile if long else None
+        try:
+            return wait_for(ref, what, stop=self._stop, deadline_s=deadline_s, status=self.status, meanwhile=meanwhile)
+        except Exception as error:
+            if self._actor.is_named_in(error):
+                error.add_note("That process was the rollout worker; see its log rollout.log.")
+            raise
 
     # ------------------------------------------------------------------ start
 
@@ -67,7 +83,7 @@ class RolloutWorker:
             ValueError: too many prompts in a row were dropped, or a sample cannot be trained on.
         """
         call = self._actor.call(RolloutActor.generate, rollout_id, version, save_to)
-        return self._wait(call, f"rollout {rollout_id} to be generated and scored")
+        return self._wait(call, f"rollout {rollout_id} to be generated and scored", long=True)
 
     def rows(self, rollout_id: int) -> RolloutRows:
         """The rows of the rollout that was generated last, for the trainer's ranks."""
@@ -75,12 +91,12 @@ class RolloutWorker:
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Evaluates all of ``--eval-prompt-data`` with the weights the engines serve, of this version."""
-        return self._wait(self._actor.call(RolloutActor.evaluate, version), "the evaluation")
+        return self._wait(self._actor.call(RolloutActor.evaluate, version), "the evaluation", long=True)
 
     # ------------------------------------------------------------------ engines
 
     def weight_versions(self) -> list[int]:
-        """The version each engine serves, asked of the engines themselves."""
+        """The version of each engine that is in use, asked of the engines themselves."""
         call = self._actor.call(RolloutActor.weight_versions)
         return self._wait(call, "the engines to name their weights", VERSIONS_DEADLINE_S)
 
@@ -92,6 +108,42 @@ class RolloutWorker:
         """Takes GPU memory back; after ``weights`` a push must follow before anything is generated."""
         what = {"weights": "memory for weights", "kv_cache": "their KV cache"}[tag]
         self._wait(self._actor.call(RolloutActor.resume_memory, (tag,)), f"the engines to take back {what}")
+
+    def poll_engines(self) -> "list[EngineReport] | None":
+        """The state of each engine a moment ago; None when the actor has not answered yet, or not at all."""
+        import ray
+
+        if self._asked is None:
+            self._asked = self._actor.call(RolloutActor.engine_reports)
+        if not ray.wait([self._asked], timeout=0)[0]:
+            return None
+        asked, self._asked = self._asked, None
+        try:
+            reports: list[EngineReport] = ray.get(asked)
+            return reports
+        except ray.exceptions.RayError:  # the wait itself will say what is wrong
+            return None
+
+    def engine_reports(self) -> "list[EngineReport]":
+        """The state of each engine as the requests so far have shown it; asks no engine."""
+        return self._wait(self._actor.call(RolloutActor.engine_reports), "the state of the engines")
+
+    def check_engines(self) -> "list[EngineReport]":
+        """The state of each engine, after all in use were asked for a sign of life; a silent one takes minutes."""
+        return self._wait(self._actor.call(RolloutActor.check_engines), "a sign of life of the engines")
+
+    def replace_engine(self, address: "EngineAddress") -> None:
+        """Tells where a lost engine's new server is; it serves only after :meth:`include_engine`."""
+        self._wait(self._actor.call(RolloutActor.replace_engine, address), "the rollout worker to know the engine")
+
+    def engine_not_restarted(self, name: str, why: str) -> None:
+        """Tells that a lost engine could not be started again, which counts as one of its restarts."""
+        call = self._actor.call(RolloutActor.engine_not_restarted, name, why)
+        self._wait(call, "the rollout worker to know the engine")
+
+    def include_engine(self, name: str) -> None:
+        """Lets a restarted engine serve, which has the current weights."""
+        self._wait(self._actor.call(RolloutActor.include_engine, name), "the rollout worker to know the engine")
 
     # ------------------------------------------------------------------ state
 

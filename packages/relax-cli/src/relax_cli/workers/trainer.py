@@ -122,11 +122,13 @@ class TrainActor:
         return build_observer(train, memory, trace_dir=self._config.trace_dir, **self._config.rank_tag(self._rank))
 
     def connect(self, engines: "Sequence[EngineAddress]") -> None:
-        """Tells this rank which engines there are, and sets up the way for weights to them."""
+        """Tells this rank where the engines are, and sets up the way for weights to them; again when one has moved."""
         from relax_rollout.weight_sync.transports import make_transport
 
         placement = self._config.placement
         assert placement is not None, "the cluster is known before its workers"
+        if self._transport is not None:
+            self._transport.close()
         self._transport = make_transport(
             engines,
             rank=self._rank,
@@ -145,11 +147,11 @@ class TrainActor:
         """
         return self._ready.train(manifest, rows.for_rank(self._rank), version=version)
 
-    def push_weights(self, version: int) -> None:
-        """Sends the current weights to all engines as ``version``."""
+    def push_weights(self, version: int, engines: "Sequence[str] | None" = None) -> None:
+        """Sends the current weights to the engines of these names, or to all, as ``version``."""
         buckets = self._ready.weight_buckets(self._config.train.model.update_weight_buffer_size)
         assert self._transport is not None, "the engines are known before weights are sent"
-        self._transport.push(buckets, version)
+        self._transport.push(buckets, version, engines)
 
     def save(self, directory: str, rollout_id: int, extra: dict[str, Any], files: Path | None) -> None:
         """Writes a checkpoint of the rollout, with the driver's state in ``extra``, and takes over ``files``."""

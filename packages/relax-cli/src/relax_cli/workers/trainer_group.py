@@ -31,7 +31,13 @@ class TrainerGroup:
         self._actors, self._one_node, self._stop = list(actors), one_node, stop
 
     def _wait(self, refs: list[Ref[R]], what: str, deadline_s: float = CALL_DEADLINE_S) -> list[R]:
-        return wait_for(refs, what, stop=self._stop, deadline_s=deadline_s)
+        try:
+            return wait_for(refs, what, stop=self._stop, deadline_s=deadline_s)
+        except Exception as error:
+            for rank, actor in enumerate(self._actors):
+                if actor.is_named_in(error):
+                    error.add_note(f"That process was trainer rank {rank}; see its log trainer_rank{rank}.log.")
+            raise
 
     # ------------------------------------------------------------------ start
 
@@ -55,7 +61,7 @@ class TrainerGroup:
         return wait_for(setup, what, stop=self._stop, deadline_s=SETUP_DEADLINE_S, heartbeat=heartbeat)[0]
 
     def connect(self, engines: "Sequence[EngineAddress]") -> None:
-        """Tells the ranks which engines they send weights to."""
+        """Tells the ranks where all engines are, in engine order; again when one was restarted."""
         self._wait([a.call(TrainActor.connect, list(engines)) for a in self._actors], "the trainer to know the engines")
 
     # ------------------------------------------------------------------ a step
@@ -81,13 +87,13 @@ class TrainerGroup:
         refs = [actor.call(TrainActor.train, shared, rows, rollout_id) for actor in self._actors]
         return self._wait(refs, f"training step {rollout_id}")[0]
 
-    def push_weights(self, version: int) -> None:
-        """Sends the current weights to all engines as ``version``.
+    def push_weights(self, version: int, engines: Sequence[str] | None = None) -> None:
+        """Sends the current weights to the engines of these names, or to all, as ``version``.
 
         Raises:
-            WeightPushFailed: the engines refuse to generate until a whole push.
+            WeightPushFailed: these engines refuse to generate until a whole push.
         """
-        refs = [actor.call(TrainActor.push_weights, version) for actor in self._actors]
+        refs = [actor.call(TrainActor.push_weights, version, engines) for actor in self._actors]
         self._wait(refs, f"weights {version} to reach the engines")
 
     def sleep(self) -> None:

@@ -1,0 +1,149 @@
+"""`relax train --colocate` on one GPU, whose only engine is killed -9 in the middle of a rollout. Prints one line.
+
+    python tests/cli/gpu_engine_kill_check.py [--model-dir FOLDER] [--limit 120] [--rollouts 5] [--out FOLDER]
+
+The engine has to come back by a restart and a push of the current weights, and to generate again within the limit;
+every prompt has to be trained once, in order; SGLang's log-probs have to be those of the trainer afterwards too.
+Without a GPU the same is done on CPU with a tiny model. Exits with 1 if anything of that is not so.
+"""
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from cli.gpu_layouts_check import GPU, MEAN_LIMIT, REWARD, make_model
+from relax_cli.run.debug_data import load_groups
+
+DEADLINE_S = 900.0
+"""Seconds after which a wait is given up; far more than a step or a start takes."""
+
+
+def words(arguments: argparse.Namespace, folder: Path) -> list[str]:
+    return [
+        *("--hf-checkpoint", str(arguments.model_dir), "--prompt-data", str(folder / "prompts.jsonl")),
+        *("--apply-chat-template", "--custom-rm-path", "digits_reward:reward"),
+        *("--rollout-batch-size", str(arguments.batch), "--n-samples-per-prompt", str(arguments.samples)),
+        *("--rollout-max-response-len", str(arguments.tokens), "--rollout-max-context-len", "2048"),
+        *("--num-rollout", str(arguments.rollouts), "--lr", "1e-5", "--use-dynamic-batch-size"),
+        *("--max-tokens-per-gpu", "4096", "--tb-experiment-name", "run"),
+        *("--save-debug-rollout-data", str(folder / "rollout_{rollout_id}.jsonl")),
+        *("--colocate", *(["--actor-num-gpus-per-node", "1"] if GPU else [])),
+        *(["--sglang-attention-backend", "triton", "--sglang-mem-fraction-static", "0.5"] if GPU else []),
+        *("--sglang-load-snapshot-publish-interval", "1"),  # so that /v1/loads tells of each forward pass
+    ]
+
+
+class Run:
+    """A running `relax train`."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self.folder, self.log = folder, folder / "run.log"
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=subprocess.STDOUT)
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            if self.process.poll() is not None:
+                raise SystemExit(f"FAIL the run ended while {what} was waited for:\n{self.log.read_text()[-3000:]}")
+            if time.monotonic() > end:
+                raise SystemExit(f"FAIL no {what} after {DEADLINE_S:.0f} s:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.02)
+
+    def steps(self) -> list[dict[str, Any]]:
+        path = self.folder / "runs" / "run" / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [row for row in map(json.loads, lines) if "time/step" in row]
+
+    def server(self, besides: int = 0) -> psutil.Process | None:
+        """The process of the SGLang server itself."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if process.cmdline()[1:3] == ["-m", "sglang.launch_server"] and process.pid != besides:
+                    return process
+        return None
+
+    def generates(self, besides: int = 0) -> bool:
+        """Whether requests run at the server."""
+        with contextlib.suppress(psutil.Error, httpx.HTTPError, KeyError, IndexError):
+            if (server := self.server(besides)) is not None:
+                command = server.cmdline()
+                url = f"http://127.0.0.1:{command[command.index('--port') + 1]}/v1/loads"
+                loads = httpx.get(url, trust_env=False, timeout=5).json()["loads"]
+                return bool(loads[0]["num_running_reqs"] > 0)
+        return False
+
+
+def check(arguments: argparse.Namespace, folder: Path) -> list[str]:
+    """Figures, the faults among them beginning with FAIL."""
+    run = Run([sys.executable, "-m", "relax_cli.main", "train", *words(arguments, folder)], folder)
+    try:
+        run.until(lambda: len(run.steps()) >= 2, "second step")
+        run.until(run.generates, "running request")
+        server = run.server()
+        assert server is not None, "it answered a moment ago"
+        before = len(run.steps())
+        server.kill()
+        killed = time.monotonic()
+        run.until(lambda: run.generates(besides=server.pid), "running request at the new server")
+        back_s = time.monotonic() - killed
+        run.process.wait(timeout=DEADLINE_S)
+    finally:
+        run.process.terminate()
+        run.process.wait(timeout=60)
+    if run.process.returncode:
+        return [f"FAIL exit {run.process.returncode}: {run.log.read_text()[-3000:]}"]
+    steps = run.steps()
+    ids = [g.prompt.prompt_id for i in range(arguments.rollouts) for g in load_groups(folder / f"rollout_{i}.jsonl")]
+    mean = max(row["train/logprob_diff_mean"] for row in steps)
+    usual = [row["time/step"] for row in steps[1:before]]
+    return [
+        *("ok  " if back_s <= arguments.limit else "FAIL",),
+        f"generates again {back_s:.1f} s after the kill in rollout {before} (limit {arguments.limit:.0f} s);",
+        f"{len(ids)} prompts trained" if ids == list(range(len(ids))) else f"FAIL prompts {ids}",
+        f"in {len(steps)} steps;" if len(steps) == arguments.rollouts else f"FAIL {len(steps)} steps;",
+        f"{steps[-1]['engines/restarts']:.0f} restart;" if steps[-1]["engines/restarts"] == 1 else "FAIL restarts;",
+        f"{'' if mean < MEAN_LIMIT else 'FAIL '}log-probs of engine and trainer differ by {mean:.2g} in the mean;",
+        f"steps took {max(usual):.1f} s before, {steps[-1]['time/step']:.1f} s at the end",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-dir", type=Path, help="a Hugging Face folder; default: a random Qwen3 of 0.6 B")
+    parser.add_argument("--out", type=Path, help="keep model, logs and metrics here")
+    parser.add_argument("--rollouts", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=32 if GPU else 4, help="prompts a rollout")
+    parser.add_argument("--samples", type=int, default=8 if GPU else 4, help="responses a prompt")
+    parser.add_argument("--tokens", type=int, default=1024 if GPU else 60, help="longest response")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds until it has to generate again")
+    arguments = parser.parse_args()
+    folder = (arguments.out or Path(tempfile.mkdtemp(prefix="relax-kill-"))).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "digits_reward.py").write_text(REWARD)
+    prompts = (json.dumps({"input": f"{a}+{b}="}) + "\n" for a in range(10, 60) for b in range(10, 20))
+    (folder / "prompts.jsonl").write_text("".join(prompts))
+    if arguments.model_dir is None:
+        arguments.model_dir = folder / "dense"
+        make_model("dense", arguments.model_dir)
+    arguments.model_dir = arguments.model_dir.absolute()
+    figures = check(arguments, folder)
+    print(" ".join(figures), flush=True)
+    print(f"logs in {folder}")
+    sys.exit(1 if any("FAIL" in figure for figure in figures) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,7 @@ For what the real server cannot show: how much memory a push needs while it send
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 PIECE = 64 << 10
@@ -20,6 +20,7 @@ class SGLangDouble:
         refuses: number of the bucket that is answered with 400.
         hangs_up: number of the bucket that it takes the beginning of and then closes the connection.
         tp_size: what ``/server_info`` says.
+        blocking: answers to paths that take their time, each called in a thread with the body's JSON.
     """
 
     def __init__(
@@ -29,10 +30,13 @@ class SGLangDouble:
         refuses: int | None = None,
         hangs_up: int | None = None,
         tp_size: int = 1,
+        blocking: Mapping[str, Callable[[Any], tuple[int, dict[str, Any]]]] | None = None,
     ) -> None:
         self.url = ""
         self.calls: list[str] = []
         self.weight_version = "0"
+        self.startup_time = 0
+        self._blocking = blocking or {}
         self._on_update, self._refuses, self._hangs_up, self._tp_size = on_update, refuses, hangs_up, tp_size
         self._updates = 0
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
@@ -65,7 +69,7 @@ class SGLangDouble:
                         length = int(value)
                 if path == "/update_weights_from_tensor" and self._updates == self._hangs_up:
                     raise ConnectionError("as the test wants it")
-                status, answer = self._answer(path, await self._body(reader, length))
+                status, answer = await self._answered(path, await self._body(reader, length))
                 content = json.dumps(answer).encode()
                 writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(content)) + content)
                 await writer.drain()
@@ -88,10 +92,16 @@ class SGLangDouble:
             kept = kept + piece if small else b""
         return kept
 
+    async def _answered(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        if path not in self._blocking:
+            return self._answer(path, body)
+        self.calls.append(path)
+        return await asyncio.to_thread(self._blocking[path], json.loads(body))
+
     def _answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         self.calls.append(path)
         if path == "/server_info":
-            return 200, {"tp_size": self._tp_size}
+            return 200, {"tp_size": self._tp_size, "startup_time": self.startup_time}
         if path == "/model_info":
             return 200, {"weight_version": self.weight_version}
         if path in ("/begin_weight_update", "/end_weight_update"):

@@ -89,14 +89,14 @@ def test_a_response_that_never_finished_is_an_error() -> None:
 
 def test_the_request_asks_for_log_probabilities() -> None:
     sampling = SamplingParams(max_new_tokens=4, stop=("x",), stop_token_ids=(1,))
-    body = generate_body(GenerateRequest(rid="a", input_ids=[1], sampling=sampling), "r-a", stream=False)
+    body = generate_body(GenerateRequest(rid="a", input_ids=[1], sampling=sampling), "r-a", 7, stream=False)
     assert body["return_logprob"] is True
-    assert body["rid"] == "r-a"
+    assert (body["rid"], body["extra_key"]) == ("r-a", "v7")
     assert body["sampling_params"]["stop"] == ["x"]
     assert body["sampling_params"]["stop_token_ids"] == [1]
     with pytest.raises(ValueError, match="unknown inputs"):
         generate_body(
-            GenerateRequest(rid="a", input_ids=[1], sampling=sampling, multimodal={"smell": []}), "r-a", stream=False
+            GenerateRequest(rid="a", input_ids=[1], sampling=sampling, multimodal={"smell": []}), "r-a", 7, stream=False
         )
 
 

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from relax_data.types import WeightVersion
 from relax_data.weights import Bucket
@@ -90,6 +91,25 @@ class IpcHandle:
     arguments: tuple[Any, ...]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairGroupAddress:
+    """What an engine needs to join a process group in which a rank of the trainer is rank 0.
+
+    Attributes:
+        name: of the group.
+        host: where its members find each other.
+        port: likewise.
+        size: number of members: the trainer's rank, then the engine's ranks in tensor-parallel order.
+        backend: ``nccl`` or ``gloo``.
+    """
+
+    name: str
+    host: str
+    port: int
+    size: int
+    backend: Literal["nccl", "gloo"]
+
+
 class EngineDied(RuntimeError):
     """The engine's process is gone; the message holds the last lines of its log."""
 
@@ -167,6 +187,45 @@ class Engine(Protocol):
 
     async def resume_memory(self, tags: Sequence[MemoryTag] = ("kv_cache", "weights")) -> None:
         """Takes the memory back. Released weights come back as garbage: push weights before the next token."""
+        ...
+
+
+@runtime_checkable
+class GroupEngine(Engine, Protocol):
+    """An engine that can take weights as a member of a process group."""
+
+    async def tp_size(self) -> int:
+        """Number of its tensor-parallel ranks."""
+        ...
+
+    async def launch(self) -> str:
+        """A text that another start of the engine, at the same address too, does not have."""
+        ...
+
+    async def join_group(self, group: PairGroupAddress) -> None:
+        """Returns when all members have met, so rank 0 has to come there at the same time."""
+        ...
+
+    async def load_from_group(self, bucket: Bucket, group: str) -> None:
+        """Loads a bucket that rank 0 of the group broadcasts at the same time, as bytes.
+
+        Args:
+            bucket: names, shapes and dtype; its values are not read.
+            group: name of the group.
+        """
+        ...
+
+    async def leave_group(self, group: str) -> None:
+        """Forgets a group that it joined."""
+        ...
+
+
+@runtime_checkable
+class FolderEngine(Engine, Protocol):
+    """An engine that can read weights from a folder."""
+
+    async def load_folder(self, path: Path) -> None:
+        """Loads all weights from the safetensors files of a Hugging Face folder."""
         ...
 
 

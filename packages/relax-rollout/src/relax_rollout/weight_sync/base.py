@@ -1,8 +1,9 @@
 """Protocol of a transport of weights, and what one is built from."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Literal, Protocol
 
 from relax_data.types import WeightVersion
 from relax_data.weights import Bucket
@@ -11,16 +12,25 @@ from relax_rollout.engines.base import Engine, EngineAddress
 
 
 class WeightPushFailed(RuntimeError):
-    """A push did not reach every engine; those it began with refuse to generate until a whole push succeeded."""
+    """A push did not reach the engines; those it began with refuse to generate until a whole push succeeded."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PushReport:
-    """Report of a finished push, of what this rank sent: number of buckets and tensors, and their bytes."""
+    """Report of a finished push.
+
+    Attributes:
+        buckets: number of buckets that this rank sent, or made for others to send.
+        tensors: in them.
+        bytes: of them.
+        failed: for each engine that does not have the new version, by name, why; the same on every rank. Only
+            transports that reach each engine by itself get so far with some of them.
+    """
 
     buckets: int = 0
     tensors: int = 0
     bytes: int = 0
+    failed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class WeightTransport(Protocol):
@@ -39,7 +49,8 @@ class WeightTransport(Protocol):
             engines: names of those that get them, the same on every rank; None for all. The others are not spoken to.
 
         Raises:
-            WeightPushFailed: on every rank when it failed on any.
+            WeightPushFailed: on every rank when a rank could not make its buckets, or no engine has the new version;
+                of transports that reach all engines together, when one of them has not.
         """
         ...
 
@@ -58,6 +69,8 @@ class TransportSetup:
         world_size: ranks of the trainer.
         gpus_per_engine: tensor-parallel size of each engine.
         connect: makes the client of an engine.
+        device: where the buckets lie.
+        folder: where files for engines may be written, for a transport that needs it; both sides have to see it.
     """
 
     engines: tuple[EngineAddress, ...]
@@ -65,3 +78,5 @@ class TransportSetup:
     world_size: int
     gpus_per_engine: int
     connect: Callable[[EngineAddress], Engine]
+    device: Literal["cpu", "cuda"] = "cpu"
+    folder: Path | None = None

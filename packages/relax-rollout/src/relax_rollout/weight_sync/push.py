@@ -105,8 +105,8 @@ async def push_weights(
         failure = error
     if isinstance(iterator, Generator):
         iterator.close()  # after a failure it still holds its bucket
-    _let_go(failure)
-    told = ranks.agree(_in_words(failure))
+    let_go(failure)
+    told = ranks.agree(in_words(failure))
     if told is not None:
         raise WeightPushFailed(
             f"weights of version {version} did not reach every engine, which refuse to generate until they are pushed "
@@ -159,18 +159,19 @@ async def _together(ranks: Ranks, action: Awaitable[None]) -> None:
         await action
     except Exception as error:
         failure = error
-    told = ranks.agree(_in_words(failure))
+    told = ranks.agree(in_words(failure))
     if failure is not None:
         raise failure
     if told is not None:
         raise RuntimeError(told)
 
 
-def _in_words(error: Exception | None) -> str | None:
+def in_words(error: Exception | None) -> str | None:
+    """Kind and text of an error."""
     return None if error is None else f"{type(error).__name__}: {error}"
 
 
-def _let_go(error: BaseException | None) -> None:
+def let_go(error: BaseException | None) -> None:
     """Empties the frames that an error and its causes remember: they hold the bucket that was being sent, and it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

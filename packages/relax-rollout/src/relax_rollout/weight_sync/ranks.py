@@ -27,6 +27,10 @@ class Ranks(Protocol):
         """The first error of any rank; also holds every rank until all came here."""
         ...
 
+    def everyones(self, item: T) -> list[T]:
+        """The items of all ranks, in their order, on every rank."""
+        ...
+
 
 class OneRank:
     """A single process that feeds engines of one rank each."""
@@ -41,6 +45,10 @@ class OneRank:
     def agree(self, error: str | None) -> str | None:
         """Its own error."""
         return error
+
+    def everyones(self, item: T) -> list[T]:
+        """Its own item."""
+        return [item]
 
 
 class TorchRanks:
@@ -96,8 +104,12 @@ class TorchRanks:
 
     def agree(self, error: str | None) -> str | None:
         """The first error of any rank; also holds every rank until all came here."""
+        return next((e for e in self.everyones(error) if e is not None), None)
+
+    def everyones(self, item: T) -> list[T]:
+        """The items of all ranks, in their order, on every rank."""
         import torch.distributed as dist
 
-        errors: list[Any] = [None] * dist.get_world_size(self._world)
-        dist.all_gather_object(errors, error, group=self._world)
-        return next((e for e in errors if e is not None), None)
+        items: list[Any] = [None] * dist.get_world_size(self._world)
+        dist.all_gather_object(items, item, group=self._world)
+        return items

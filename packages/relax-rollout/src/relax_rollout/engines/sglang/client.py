@@ -20,6 +20,7 @@ from relax_rollout.engines.base import (
     GenerateResult,
     IpcHandle,
     MemoryTag,
+    PairGroupAddress,
     PauseMode,
     updating,
 )
@@ -27,7 +28,7 @@ from relax_rollout.engines.sglang.inflight import InflightRequest, InflightReque
 from relax_rollout.engines.sglang.messages import ResponseBuilder, generate_body, read_answer
 from relax_rollout.engines.sglang.transport import Transport
 from relax_rollout.engines.sglang.weight_status import WeightsIncomplete, WeightStatus
-from relax_rollout.engines.sglang.weights import update_body
+from relax_rollout.engines.sglang.weights import group_update_body, update_body
 
 _PUSH_POLL_S = 0.1
 
@@ -73,7 +74,7 @@ class SGLangEngine:
         self._released: set[MemoryTag] = set()
         self._updating: PauseMode | None = None
         self._begin_end: bool | None = None
-        self._tp_size: int | None = None
+        self._info: dict[str, Any] | None = None
 
     @classmethod
     def at(cls, address: EngineAddress) -> "SGLangEngine":
@@ -135,7 +136,7 @@ class SGLangEngine:
         version = await self._version_at_start()
         if inflight.aborted:
             return GenerateResult(tokens=[], log_probs=[], versions=[], finish_reason="abort")
-        body = generate_body(request, inflight.server_rid, stream=self._track)
+        body = generate_body(request, inflight.server_rid, version, stream=self._track)
         builder = ResponseBuilder(self._name, version)
         if self._track:
             await self._collect_stream(body, builder)
@@ -282,8 +283,8 @@ class SGLangEngine:
     async def begin_update(self, version: WeightVersion, mode: PauseMode = "abort") -> None:
         """Pauses and marks the weights: every client refuses to generate until a whole version has come.
 
-        With ``in_place`` and ``retract`` requests stay in flight and the cache is not emptied, so the server has to run
-        with ``--sglang-disable-radix-cache``.
+        With ``in_place`` and ``retract`` requests stay in flight and the cache is not emptied. Later requests find
+        nothing of it, since each names its version; one in flight goes on with what it had computed before.
         """
         await self.pause(mode)
         self._updating = mode
@@ -297,11 +298,9 @@ class SGLangEngine:
             ValueError: the number of handles (1 by value) is not the engine's number of ranks.
             RuntimeError: the server refused the bucket.
         """
-        if self._tp_size is None:
-            self._tp_size = int((await self.server_info()).get("tp_size", 1))
-        copies = 1 if handles is None else len(handles)
-        if copies != self._tp_size:
-            raise ValueError(f"{self._name} has {self._tp_size} tensor-parallel ranks but got {copies} buckets")
+        copies, ranks = 1 if handles is None else len(handles), await self.tp_size()
+        if copies != ranks:
+            raise ValueError(f"{self._name} has {ranks} tensor-parallel ranks but got {copies} buckets")
         path, body = "/update_weights_from_tensor", update_body(bucket, handles)
         try:
             await self._post(path, body, timeout_s=self._update_timeout_s, retry=False)
@@ -323,6 +322,61 @@ class SGLangEngine:
         self._updating, self._version = None, version
         await self._post("/continue_generation", {})
 
+    async def tp_size(self) -> int:
+        """Number of its tensor-parallel ranks."""
+        return int((await self._facts()).get("tp_size", 1))
+
+    async def launch(self) -> str:
+        """The times at which the server's parts were ready, which no other start has."""
+        return str((await self._facts()).get("startup_time"))
+
+    async def _facts(self) -> dict[str, Any]:
+        if self._info is None:
+            self._info = await self.server_info()
+        return self._info
+
+    async def join_group(self, group: PairGroupAddress) -> None:
+        """Joins a process group as ranks 1 and up; returns when rank 0 has come too.
+
+        Raises:
+            RuntimeError: they did not meet.
+        """
+        body = {
+            "master_address": group.host,
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": group.size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self._post("/init_weights_update_group", body, timeout_s=self._update_timeout_s, retry=False)
+
+    async def load_from_group(self, bucket: Bucket, group: str) -> None:
+        """Loads a bucket that rank 0 of the group broadcasts at the same time.
+
+        Raises:
+            RuntimeError: the broadcast broke, or the server refused the bucket.
+        """
+        body = group_update_body(bucket, group)
+        await self._post("/update_weights_from_distributed", body, timeout_s=self._update_timeout_s, retry=False)
+
+    async def leave_group(self, group: str) -> None:
+        """Forgets a group that it joined.
+
+        Raises:
+            RuntimeError: it is in no such group.
+        """
+        await self._post("/destroy_weights_update_group", {"group_name": group}, retry=False)
+
+    async def load_folder(self, path: Path) -> None:
+        """Loads a Hugging Face folder that the server can read.
+
+        Raises:
+            RuntimeError: the server could not load it.
+        """
+        body = {"model_path": str(path), "flush_cache": False}
+        await self._post("/update_weights_from_disk", body, timeout_s=self._update_timeout_s, retry=False)
+
     async def update_weights_from_disk(
         self, path: str | Path, version: WeightVersion, *, mode: PauseMode = "abort"
     ) -> None:
@@ -332,8 +386,7 @@ class SGLangEngine:
             RuntimeError: the server could not load it; the engine is marked broken then.
         """
         async with updating(self, version, mode):
-            body = {"model_path": str(path), "flush_cache": False}
-            await self._post("/update_weights_from_disk", body, timeout_s=self._update_timeout_s, retry=False)
+            await self.load_folder(Path(path))
 
     async def _set_weights(self, weights: WeightStatus) -> None:
         await self._post("/update_weight_version", {"new_version": str(weights), "abort_all_requests": False})

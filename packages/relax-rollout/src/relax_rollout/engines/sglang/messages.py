@@ -94,8 +94,12 @@ class ResponseBuilder:
         )
 
 
-def generate_body(request: GenerateRequest, rid: str, *, stream: bool) -> dict[str, Any]:
-    """The JSON of one request."""
+def generate_body(request: GenerateRequest, rid: str, version: WeightVersion, *, stream: bool) -> dict[str, Any]:
+    """The JSON of one request.
+
+    Its ``extra_key`` divides the server's prefix cache by version, so that a prompt never continues from what other
+    weights have computed, also when the cache was not emptied in between.
+    """
     unknown = set(request.multimodal) - set(_MODALITIES)
     if unknown:
         raise ValueError(f"request {request.rid}: unknown inputs {sorted(unknown)}; known: {sorted(_MODALITIES)}")
@@ -105,6 +109,7 @@ def generate_body(request: GenerateRequest, rid: str, *, stream: bool) -> dict[s
         "sampling_params": _sampling(request.sampling),
         "return_logprob": True,
         "stream": stream,
+        "extra_key": f"v{version}",
         **{_MODALITIES[k]: v for k, v in request.multimodal.items()},
     }
 

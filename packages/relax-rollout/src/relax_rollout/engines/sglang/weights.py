@@ -1,4 +1,6 @@
-"""A bucket as ``/update_weights_from_tensor`` takes it: SGLang's ``flattened_bucket`` format, pickled, base64, in JSON.
+"""A bucket as SGLang takes it, in its ``flattened_bucket`` format: inside a request, or described for a broadcast.
+
+``/update_weights_from_tensor`` wants it pickled, base64, in JSON.
 
 The pickle is kept in pieces and encoded while it is sent: beside the bucket there is one copy of it, not one for each
 of these steps.
@@ -70,6 +72,22 @@ def update_body(bucket: Bucket, handles: Sequence[IpcHandle] | None) -> UpdateBo
     metadata = _metadata(bucket)
     flats = [bucket.flat.view(torch.uint8)] if handles is None else list(handles)
     return UpdateBody([_pickled({"flattened_tensor": flat, "metadata": metadata}) for flat in flats])
+
+
+def group_update_body(bucket: Bucket, group: str) -> dict[str, Any]:
+    """The JSON of ``/update_weights_from_distributed``: what the broadcast in this group will bring.
+
+    The server lays the tensors one after the other without gaps, as a bucket does.
+    """
+    return {
+        "names": list(bucket.names),
+        "dtypes": [bucket.dtype] * len(bucket),
+        "shapes": [list(shape) for shape in bucket.shapes],
+        "group_name": group,
+        "load_format": "flattened_bucket",
+        "flush_cache": False,
+        "abort_all_requests": False,
+    }
 
 
 def _metadata(bucket: Bucket) -> list[types.SimpleNamespace]:

@@ -10,12 +10,14 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from engine_gate import underway
 from relax_data.weights import Bucket
 from relax_rollout.engines.base import EngineAddress, GenerateRequest, IpcHandle, PauseMode, SamplingParams
 from relax_rollout.engines.sglang.client import SGLangEngine
+from relax_rollout.engines.sglang.messages import generate_body
 from relax_rollout.engines.sglang.weight_status import WeightsIncomplete
 from relax_rollout.engines.sglang.weights import update_body
 from relax_rollout.weight_sync import push
@@ -276,6 +278,42 @@ async def test_released_weights_need_a_push(engine: SGLangEngine, sglang_server:
     await engine.resume_memory(("kv_cache",))
     assert await disagreement(engine, model, 4) < 1e-4
     await elsewhere.close()
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+async def test_a_push_without_a_flush_does_not_mix_old_cache_with_new_weights(
+    engine: SGLangEngine, tiny_model: Path
+) -> None:
+    model, prompt = load(tiny_model), [10 + i % 50 for i in range(200)]
+    request = GenerateRequest(
+        rid="p", input_ids=prompt, sampling=SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+    )
+
+    async def off(tokens: list[int], log_probs: list[float]) -> float:
+        with torch.no_grad():
+            expected = torch.log_softmax(model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 :], -1)
+        return max(abs(float(expected[i, t]) - log_probs[i]) for i, t in enumerate(tokens))
+
+    await engine.generate(request)
+    result = await engine.generate(request)
+    assert result.cached_tokens == len(prompt) - 1, "the same prompt is in the cache"
+    disturb(model, 4)
+    # Only with "abort" the push empties the cache.
+    await push_weights(engine, buckets_of(model), 1, mode="in_place")
+    # The old key finds the old cache: the test would see a mixture.
+    body = generate_body(request, "old-key", 0, stream=False)
+    async with httpx.AsyncClient(base_url=engine.url, trust_env=False, timeout=300) as http:
+        old = (await http.post("/generate", json=body)).json()["meta_info"]
+    assert old["cached_tokens"] == len(prompt) - 1
+    entries = old["output_token_logprobs"]
+    assert await off([int(e[1]) for e in entries], [float(e[0]) for e in entries]) > 1e-3
+    result = await engine.generate(request)
+    assert (result.cached_tokens, set(result.versions)) == (0, {1})
+    assert await off(result.tokens, result.log_probs) < 1e-4
+    result = await engine.generate(request)
+    assert result.cached_tokens == len(prompt) - 1, "responses of one version share their prompt"
+    assert await off(result.tokens, result.log_probs) < 1e-4
 
 
 @pytest.mark.sglang

@@ -239,7 +239,9 @@ def test_a_transport_is_a_name_in_the_table(monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(transport, Counting)
     assert transport.setup.engines == (address,)
     assert transport.push([Bucket.of([("a", torch.zeros(2))])], 1).buckets == 1
-    with pytest.raises(ValueError, match=r"no weight transport 'pigeon'; known: \['counting', 'disk', 'group', 'ipc', 'value'\]"):
+    with pytest.raises(
+        ValueError, match=r"no weight transport 'pigeon'; known: \['counting', 'disk', 'group', 'ipc', 'value'\]"
+    ):
         make_transport([address], name="pigeon", **options)  # type: ignore[arg-type]
 
 

@@ -25,12 +25,15 @@ class PushReport:
         bytes: of them.
         failed: for each engine that does not have the new version, by name, why; the same on every rank. Only
             transports that reach each engine by itself get so far with some of them.
+        seconds: of the parts ``begin`` (join, pause), ``send`` and ``end`` (serve and go on) on this rank, of
+            transports that measure them.
     """
 
     buckets: int = 0
     tensors: int = 0
     bytes: int = 0
     failed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
 
 class WeightTransport(Protocol):

@@ -4,6 +4,8 @@ Engines are independent of each other: one that dies or refuses is left behind, 
 """
 
 import asyncio
+import dataclasses
+import time
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
 
 import torch
@@ -76,7 +78,10 @@ class GroupTransport:
         with BackgroundLoop() as loop:
             try:
                 report = self._send_all(loop, part, buckets)
+                begin = time.perf_counter()
                 loop.submit(part.each(lambda lane: lane.end(version))).result()
+                seconds = {**report.seconds, "end": time.perf_counter() - begin}
+                report = dataclasses.replace(report, seconds=seconds)
             except Exception as error:
                 failure = in_words(error)
                 let_go(error)
@@ -93,12 +98,13 @@ class GroupTransport:
     def _send_all(self, loop: BackgroundLoop, part: "_Part", buckets: Iterable[Bucket]) -> PushReport:
         """Takes all buckets, whatever becomes of the engines: other ranks take part in making them."""
         stream = torch.cuda.current_stream() if self._device == "cuda" else None
-        report = PushReport()
+        report, start, begun = PushReport(), time.perf_counter(), 0.0
         sending = loop.submit(part.each(lambda lane: lane.begin(part.version)))
         try:
             iterator = iter(buckets)
             while (bucket := next(iterator, None)) is not None:
                 sending.result()
+                begun = begun or time.perf_counter()
                 sending = loop.submit(part.send(report.buckets + 1, bucket, stream))
                 report = PushReport(report.buckets + 1, report.tensors + len(bucket), report.bytes + bucket.nbytes)
             sending.result()
@@ -107,7 +113,7 @@ class GroupTransport:
             raise
         if report.buckets == 0:
             raise ValueError("no weights were given")
-        return report
+        return dataclasses.replace(report, seconds={"begin": begun - start, "send": time.perf_counter() - begun})
 
     def close(self) -> None:
         """Ends the groups on both sides."""

@@ -252,6 +252,11 @@ class SGLangServer:
 
     def _environment(self) -> dict[str, str]:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+        if self.host in ("127.0.0.1", "localhost", "::1") and loopback:
+            # Its process groups listen where it does; otherwise at the address of the host's name.
+            environment.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+            environment.setdefault("NCCL_SOCKET_IFNAME", loopback[0])
         if self._device == "cpu":
             from relax_rollout.engines.sglang import cpu
 

@@ -25,7 +25,7 @@ set_nccl_environment()
 
 import psutil  # noqa: E402  # after what NCCL reads
 import torch  # noqa: E402
-from gpu_engine_check import Check, buckets  # noqa: E402
+from gpu_engine_check import Check, buckets  # type: ignore[import-not-found] # noqa: E402
 from relax_data.weights import Bucket  # noqa: E402
 from relax_rollout.engines.base import EngineAddress  # noqa: E402
 from relax_rollout.engines.sglang.client import SGLangEngine  # noqa: E402

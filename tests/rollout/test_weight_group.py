@@ -48,7 +48,8 @@ class Member:
         }
 
     def join(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        name, backends = body["group_name"], [None] * self.ranks
+        name: str = body["group_name"]
+        backends: list[Any] = [None] * self.ranks
         assert (body["world_size"], body["rank_offset"], body["backend"]) == (1 + self.ranks, 1, "gloo")
 
         def one(rank: int) -> None:

@@ -114,7 +114,7 @@ async def test_a_push_holds_two_buckets_whatever_their_number(engines: int) -> N
     ],
     ids=["refused", "lost"],
 )
-async def test_a_failed_push_lets_go_of_all_its_memory(fault: dict[str, int], says: str, arrived: int) -> None:
+async def test_a_failed_push_lets_go_of_all_its_memory(fault: dict[str, Any], says: str, arrived: int) -> None:
     memory = Memory()
     async with SGLangDouble(on_update=memory.look, **fault).serving() as server:
         with memory.watching():

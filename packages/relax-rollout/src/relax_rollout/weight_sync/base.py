@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from relax_data.types import WeightVersion
 from relax_data.weights import Bucket
@@ -72,7 +72,7 @@ class TransportSetup:
         world_size: ranks of the trainer.
         gpus_per_engine: tensor-parallel size of each engine.
         connect: makes the client of an engine.
-        device: where the buckets lie.
+        device: ``cpu`` or ``cuda``: where the buckets lie.
         folder: where files for engines may be written, for a transport that needs it; both sides have to see it.
     """
 
@@ -81,5 +81,5 @@ class TransportSetup:
     world_size: int
     gpus_per_engine: int
     connect: Callable[[EngineAddress], Engine]
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: str = "cpu"
     folder: Path | None = None

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import uuid
 from collections.abc import Callable, Coroutine
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from relax_data.types import WeightVersion
@@ -32,7 +32,7 @@ class Lane:
         address: EngineAddress,
         connect: Callable[[EngineAddress], Engine],
         *,
-        device: Literal["cpu", "cuda"],
+        device: str,
         deadline_s: float,
     ) -> None:
         """Stores them; nothing is sent yet.
@@ -40,7 +40,7 @@ class Lane:
         Args:
             address: of the engine.
             connect: makes its client.
-            device: where the buckets lie.
+            device: ``cpu`` or ``cuda``: where the buckets lie.
             deadline_s: longest time of one bucket.
         """
         self.address, self._connect = address, connect
@@ -129,11 +129,14 @@ class Lane:
         if self._engine is not None:
             await asyncio.gather(self._drop_group(), _try(self._engine.end_update(version, whole=False)))
 
-    async def _drop_group(self) -> None:
+    async def _drop_group(self, *, left: bool = False) -> None:
         """Ends the group on both sides, as far as they answer; the next push has one of another name."""
         group, self._group = self._group, None
         if group is not None:
-            await asyncio.gather(_try(in_thread(group.abort)), _try(self._engine.leave_group(group.address.name)))
+            steps = [_try(in_thread(group.abort))]
+            if not left:
+                steps.append(_try(self._engine.leave_group(group.address.name)))
+            await asyncio.gather(*steps)
 
     async def rest(self) -> None:
         """Closes the engine's client after a push; the group stays."""
@@ -145,7 +148,9 @@ class Lane:
         """Ends the group, if there is one."""
         if self._group is not None:
             self._engine = self._connect(self.address)
-            await self._drop_group()
+            # First the engine: its library may still want to say good-bye to this side.
+            await _try(self._engine.leave_group(self._group.address.name))
+            await self._drop_group(left=True)
             await self.rest()
 
 

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,7 @@ def set_nccl_environment() -> None:
 class PairGroup:
     """Rank 0 of a process group with one engine. Calls that may block are meant for a thread of their own."""
 
-    def __init__(
-        self, name: str, *, host: str, engine_ranks: int, device: Literal["cpu", "cuda"], deadline_s: float
-    ) -> None:
+    def __init__(self, name: str, *, host: str, engine_ranks: int, device: str, deadline_s: float) -> None:
         """Opens the place where the members meet; nobody is waited for yet.
 
         Args:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 from relax_rollout.engines.base import Engine, EngineAddress
 from relax_rollout.engines.sglang.client import SGLangEngine
@@ -31,7 +30,7 @@ def make_transport(  # noqa: PLR0913  # what a rank knows of the run, by name
     *,
     rank: int,
     world_size: int,
-    device: Literal["cpu", "cuda"],
+    device: str,
     gpus_per_engine: int,
     name: str | None = None,
     folder: Path | None = None,

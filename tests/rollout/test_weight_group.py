@@ -255,11 +255,11 @@ async def test_an_engine_that_never_answers_is_left_at_the_deadline() -> None:
     go_on = threading.Event()
     member.before_answer = lambda number: number != 2 or go_on.wait(DEADLINE_S)
     async with engines(member, other) as (doubles, _):
-        transport = GroupTransport(setup(doubles), OneRank(), [0, 0], deadline_s=2.0)
+        transport = GroupTransport(setup(doubles), OneRank(), [0, 0], deadline_s=5.0)
         report = await asyncio.to_thread(transport.push, small(), 3)
         go_on.set()
         assert report.failed == {
-            "engine0": "TimeoutError: engine0 did not load bucket 2 (4 tensors, 0.0 MiB) within 2 s"
+            "engine0": "TimeoutError: engine0 did not load bucket 2 (4 tensors, 0.0 MiB) within 5 s"
         }
         assert [d.weight_version for d in doubles] == ["broken:3", "3"]
         await asyncio.to_thread(transport.close)

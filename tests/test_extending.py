@@ -200,7 +200,7 @@ def _trained(folder: str, **algorithm: Any) -> _Trained:
         trainer.close()
 
 
-def _random_model(family: str) -> str:
+def _random_model(family: str, **more: Any) -> str:
     import torch
     import transformers
 
@@ -215,6 +215,7 @@ def _random_model(family: str) -> str:
         max_position_embeddings=64,
         tie_word_embeddings=False,
         dtype="float32",
+        **more,
     )
     torch.manual_seed(0)
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained("model")
@@ -304,7 +305,7 @@ def check_architecture() -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    folder = _random_model("Llama")
+    folder = _random_model("Mistral", sliding_window=None)
     trained = _trained(folder)
     model, batch = AutoModelForCausalLM.from_pretrained(folder), _batch(90)
     for found, tokens in zip(trained.log_probs, batch.tokens, strict=True):
@@ -316,7 +317,11 @@ def check_architecture() -> None:
     stored = load_file(f"{folder}/model.safetensors")
     assert set(stored) == set(trained.weights)
     assert all(torch.equal(stored[name], trained.weights[name]) for name in stored)
-    assert model_shape(model.config.to_dict()).parameters == sum(p.numel() for p in model.parameters())
+    config = model.config.to_dict()
+    assert model_shape(config).parameters == sum(p.numel() for p in model.parameters())
+    del config["sliding_window"]  # transformers then takes 4096
+    with pytest.raises(ValueError, match="sliding_window 4096 is not supported"):
+        model_shape(config)
 
 
 def check_mode() -> None:

@@ -114,10 +114,25 @@ class Reference:
 LR, STEPS, EPS = 1e-2, 3, 1e-3  # a large epsilon keeps Adam from turning rounding noise into whole steps
 
 
+SCALED: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 32},
+}
+"""Scalings of the rotary embedding that act on texts of a few tokens."""
+
+
 def _hf_model(kind: str) -> Any:
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
         Qwen2Config,
         Qwen2ForCausalLM,
         Qwen3Config,
@@ -135,13 +150,19 @@ def _hf_model(kind: str) -> Any:
         max_position_embeddings=256,
         dtype="float32",
     )
+    kind, _, scaling = kind.partition("+")
+    if scaling:
+        common["rope_parameters"] = {"rope_type": scaling, "rope_theta": 1e4, **SCALED[scaling]}
     if kind == "qwen3":
         config = Qwen3Config(vocab_size=96, head_dim=16, tie_word_embeddings=True, **common)
         return Qwen3ForCausalLM(config)
     if kind == "qwen2":  # biases, no tie, a vocabulary that no tensor-parallel size divides
         return Qwen2ForCausalLM(Qwen2Config(vocab_size=97, tie_word_embeddings=False, **common))
-    if kind == "llama":  # not among the architectures: a test brings its record
-        return LlamaForCausalLM(LlamaConfig(vocab_size=96, head_dim=16, tie_word_embeddings=False, **common))
+    if kind == "llama":  # Llama 3.1 has a head of its own size and no tie; SmolLM2 neither size nor missing tie
+        plain = {"tie_word_embeddings": True} if not scaling else {"tie_word_embeddings": False, "head_dim": 16}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=96, **plain, **common))
+    if kind == "mistral":  # not among the architectures: a test brings its record
+        return MistralForCausalLM(MistralConfig(vocab_size=96, head_dim=16, sliding_window=None, **common))
     assert kind == "qwen3_moe"
     experts = Qwen3MoeConfig(
         vocab_size=96,
@@ -206,7 +227,10 @@ def _make_reference(kind: str, base: Path) -> Reference:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """``reference(kind)`` for qwen2, qwen3, qwen3_moe and llama; each is made once."""
+    """``reference(kind)`` for llama, qwen2, qwen3, qwen3_moe and mistral; each is made once.
+
+    ``qwen3+yarn`` is a qwen3 whose rotary embedding is scaled, one of ``SCALED``.
+    """
     made: dict[str, Reference] = {}
 
     def get(kind: str) -> Reference:

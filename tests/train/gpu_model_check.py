@@ -25,7 +25,14 @@ import torch.distributed as dist
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PARITY: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    1: [("qwen3", {}), ("qwen2", {}), ("qwen3_moe", {}), ("qwen3", FULL), ("qwen3", {"optimizer_cpu_offload": True})],
+    1: [
+        *(
+            (kind, {})
+            for kind in ("qwen3", "qwen2", "qwen3_moe", "llama", "llama+llama3", "llama+linear", "qwen3+yarn")
+        ),
+        ("qwen3", FULL),
+        ("qwen3", {"optimizer_cpu_offload": True}),
+    ],
     2: [
         ("qwen3", SP),
         ("qwen2", {"tensor_model_parallel_size": 2}),
@@ -34,6 +41,9 @@ PARITY: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("qwen3", {"context_parallel_size": 2}),
         ("qwen3_moe", {"expert_model_parallel_size": 2}),
         ("qwen3", {}),
+        ("llama+llama3", SP),
+        ("llama", {"pipeline_model_parallel_size": 2}),
+        ("llama+llama3", {"context_parallel_size": 2}),
     ],
 }
 failures: list[str] = []

@@ -14,7 +14,13 @@ def _logits(harness: Any, reference: Any) -> torch.Tensor:
     return harness(reference.folder, {}).logits(reference.rows[0][0])
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
+KINDS = [
+    *("qwen2", "qwen3", "qwen3_moe", "llama"),
+    *("llama+linear", "llama+llama3", "llama+yarn", "qwen2+yarn", "qwen3+yarn", "qwen3+llama3", "qwen3_moe+yarn"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_a_packed_row_are_those_of_each_document_alone(
     kind: str, run_ranks: Callable[..., Any], harness: Any, reference: Any
 ) -> None:
@@ -42,11 +48,11 @@ def test_padding_of_the_vocabulary_has_no_probability(run_ranks: Any, harness: A
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"model_type": "mistral"}, "model_type 'mistral'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}}, "'longrope'"),
     ],
 )
 def test_configurations_that_are_not_built(change: dict[str, Any], words: str, reference: Any, tmp_path: Path) -> None:
@@ -56,16 +62,6 @@ def test_configurations_that_are_not_built(change: dict[str, Any], words: str, r
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=words):
         load_shape(str(tmp_path))
-
-
-def test_rope_base_of_old_and_new_configurations() -> None:
-    from relax_train.models.architectures.base import Architecture
-
-    plain = Architecture(model_type="plain", class_name="PlainForCausalLM")
-    assert plain.rope_theta({"rope_theta": 5e5}) == 5e5
-    assert plain.rope_theta({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}) == 1e6
-    with pytest.raises(ValueError, match="rope_theta"):
-        plain.rope_theta({})
 
 
 def test_layers_with_experts() -> None:

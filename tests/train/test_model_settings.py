@@ -110,8 +110,8 @@ def test_checkpoint_folder_must_be_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):
         read_hf_config(str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert "'llama' is not supported" in ModelSettings(hf_checkpoint=str(tmp_path)).problems()[0]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    assert "'mistral' is not supported" in ModelSettings(hf_checkpoint=str(tmp_path)).problems()[0]
 
 
 def test_every_option_has_help() -> None:

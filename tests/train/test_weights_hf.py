@@ -94,8 +94,10 @@ def _export(harness: Any, reference: Any, parallel: dict[str, Any], out: Path, s
         ("qwen2", 2, SP, 1 << 30),
         ("qwen3", 2, {"pipeline_model_parallel_size": 2}, 60_000),
         ("qwen3_moe", 2, {"expert_model_parallel_size": 2}, 1 << 30),
+        ("llama", 2, {"pipeline_model_parallel_size": 2}, 60_000),
+        ("llama+llama3", 2, SP, 1 << 30),
     ],
-    ids=["tp2-one-file", "pp2-shards", "ep2"],
+    ids=["tp2-one-file", "pp2-shards", "ep2", "llama-pp2-shards", "llama3-tp2-one-file"],
 )
 def test_transformers_loads_what_is_exported(
     kind: str, world: int, parallel: Any, shard: int, run_ranks: Any, harness: Any, reference: Any, tmp_path: Path
@@ -112,6 +114,7 @@ def test_transformers_loads_what_is_exported(
     assert all(p.stat().st_size <= shard + 10_000 for p in out.glob("*.safetensors"))
     loaded: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
     model, info = loaded
+    assert json.loads((out / "config.json").read_text()) == json.loads((oracle.folder / "config.json").read_text())
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     model.save_pretrained(tmp_path / "again")

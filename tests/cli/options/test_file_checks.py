@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,10 @@ ABSURD: list[tuple[dict[str, Any], str]] = [
     ({"rope_theta": -1}, "rope_theta should be a number"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ({"attention_bias": True}, "attention_bias True is not supported"),
-    ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope type 'yarn' is not supported"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope type 'dynamic' is not supported"),
+    ({"rope_scaling": {"type": "yarn"}}, "rope type 'yarn' needs factor"),
+    ({"rope_scaling": {"type": "linear", "factor": 4}}, "SGLang stops at factor 4"),
+    ({"use_sliding_window": True}, "use_sliding_window True is not supported"),
     ({"rope_parameters": 7}, "rope_parameters should be an object"),
     # As a model card says how to stretch the context, in a file that transformers 5 wrote.
     (
@@ -182,6 +186,29 @@ def test_an_absurd_configuration_is_one_problem(
     (problem,) = problems(*start, "--dry-run")
     assert problem.startswith(f"--hf-checkpoint {workspace / 'small'}: config.json: ")
     assert part in problem
+
+
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not supported; use one of llama, qwen2, qwen3, qwen3_moe"),
+    ({"model_type": "mistral", "sliding_window": 4096}, "sliding-window attention (sliding_window)"),
+    (
+        {"model_type": "deepseek_v3", "kv_lora_rank": 512, "num_experts": 4},
+        "multi-head latent attention (kv_lora_rank)",
+    ),
+    ({"model_type": "phi3", "quantization_config": {"quant_method": "awq"}}, "quantised weights (quantization_config)"),
+]
+
+
+@pytest.mark.parametrize(("changes", "part"), UNSUPPORTED, ids=[str(changes) for changes, _ in UNSUPPORTED])
+def test_a_family_that_is_not_built_is_one_problem_with_the_nearest_that_is(
+    workspace: Path, start: list[str], changes: dict[str, Any], part: str
+) -> None:
+    file = workspace / "small" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    (problem,) = problems(*start, "--dry-run")
+    assert problem.startswith("--hf-checkpoint: model_type ")
+    assert part in problem
+    assert re.search(r"the nearest there is \w+ \(\w+ForCausalLM\)", problem)
 
 
 # ---------------------------------------------------------------------- what is written

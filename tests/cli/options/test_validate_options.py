@@ -328,3 +328,14 @@ def test_what_profilers_cannot_do_on_cpu(workspace: Path, start: list[str], word
 def test_staleness_of_what_over_sampling_leaves_can_be_chosen(workspace: Path, start: list[str]) -> None:
     words = ["--over-sampling-batch-size", "48", "--max-staleness", "0"]
     assert resolve([*start, *words], {}).cluster.max_staleness == 0
+
+
+def test_a_kernel_of_the_engine_that_scales_positions_in_its_own_way_is_refused(
+    workspace: Path, start: list[str]
+) -> None:
+    asked = [*start, *GPU_PLAN, "--sglang-enable-fused-qk-norm-rope"]
+    resolve(asked, {})
+    file = workspace / "small" / "config.json"
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rope_scaling": scaling}))
+    assert "computes rope type 'yarn' differently from the trainer" in only(asked)

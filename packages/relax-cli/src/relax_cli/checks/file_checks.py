@@ -13,7 +13,7 @@ from relax_data.readers.files import resolve_files
 from relax_data.serialization import check_format
 from relax_train.checkpoint import manifest
 from relax_train.checkpoint.folders import CheckpointError, regular
-from relax_train.models.architectures import model_shape
+from relax_train.models.architectures import model_shape, unsupported
 from relax_train.settings.checkpoint import LATEST, ROLLOUT_ID
 from relax_train.settings.model import read_hf_config
 
@@ -202,7 +202,7 @@ def _weight_problems(config: RunConfig) -> Problems:
             hf_config = read_hf_config(folder)
             if not hf_config.get("quantization_config"):
                 shape = model_shape(hf_config)
-            elif not config.debug.debug_rollout_only:
+            elif not config.debug.debug_rollout_only and not unsupported(hf_config):
                 found.append(
                     f"{option}: {folder} is quantised (quantization_config in config.json), which is for generation "
                     "only: use the model in bfloat16 or float32"

@@ -169,6 +169,11 @@ def _model_problems(config: RunConfig) -> Problems:
             f"--rollout-num-gpus-per-engine {tp} does not divide the model's num_attention_heads {shape.heads}: "
             "choose a divisor of it"
         )
+    if shape.rope.kind != "default" and config.sglang.sglang_extra.get("enable_fused_qk_norm_rope"):
+        found.append(
+            f"--sglang-enable-fused-qk-norm-rope computes rope type {shape.rope.kind!r} differently from the trainer: "
+            "leave it off"
+        )
     longest = config.rollout.rollout_max_context_len
     if longest is not None and shape.max_positions is not None and longest > shape.max_positions:
         found.append(

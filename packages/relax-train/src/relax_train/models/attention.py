@@ -28,6 +28,7 @@ from relax_train.backend.mcore import (
     tensor_parallel,
 )
 from relax_train.models.context_parallel import zigzag_positions
+from relax_train.models.rope import Rope
 from relax_train.models.rotary import rotary_tables, rotate
 
 
@@ -48,7 +49,7 @@ class _Plan:
         borders = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         self._borders, self._cp_size, self._cp_rank, self._device = borders, cp_size, cp_rank, device
         self._max_length = packed.max_seqlen_q
-        self._rotary: dict[tuple[int, float, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rotary: dict[tuple[int, Rope, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     @functools.cached_property
     def borders(self) -> list[int]:
@@ -79,11 +80,11 @@ class _Plan:
         order = self.key_order
         return torch.cat([order[s.key : s.key + s.keys] for s in self.segments])
 
-    def rotary(self, tokens: int, dim: int, theta: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary(self, tokens: int, dim: int, rope: Rope, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Tables of :func:`rotary_tables` for the ``tokens`` that this rank holds; all layers share them."""
-        key = (dim, theta, dtype)
+        key = (dim, rope, dtype)
         if key not in self._rotary:
-            self._rotary[key] = rotary_tables(self._positions(tokens), dim, theta, dtype)
+            self._rotary[key] = rotary_tables(self._positions(tokens), dim, rope, dtype)
         return self._rotary[key]
 
     def _positions(self, tokens: int) -> torch.Tensor:
@@ -156,7 +157,7 @@ def _by_document(
 class PackedAttention(MegatronModule):
     """``core_attention`` of a megatron-core layer, for packed sequences. Holds no parameters; no dropout.
 
-    With ``rope_theta`` it rotates queries and keys itself (see :mod:`relax_train.models.rotary`); the model is then
+    With ``rope`` it rotates queries and keys itself (see :mod:`relax_train.models.rotary`); the model is then
     built with megatron-core's position embedding "none".
     """
 
@@ -170,12 +171,12 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
-        rope_theta: float | None = None,
+        rope: Rope | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        self.cp_group, self.softmax_scale, self.rope_theta = groups.cp, softmax_scale, rope_theta
+        self.cp_group, self.softmax_scale, self.rope = groups.cp, softmax_scale, rope
 
     def forward(
         self,
@@ -200,9 +201,9 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params is not None, "the model takes packed sequences only: pass packed_seq_params"
         tokens, cp = query.size(0), self.cp_group.size()
         plan = _plan(packed_seq_params, cp, self.cp_group.rank(), query.device)
-        if self.rope_theta is not None:
+        if self.rope is not None:
             wide = torch.promote_types(query.dtype, torch.float32)
-            tables = plan.rotary(tokens, query.size(-1), self.rope_theta, wide)
+            tables = plan.rotary(tokens, query.size(-1), self.rope, wide)
             query, key = rotate(query, *tables), rotate(key, *tables)
         if cp > 1:
             key, value = (

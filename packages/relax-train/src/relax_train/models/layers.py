@@ -44,7 +44,7 @@ def layer_spec(config: TransformerConfig, shape: ModelShape, kind: Kind) -> Any:
     attention = layer.self_attention.submodules
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    attention.core_attention = ModuleSpec(module=PackedAttention, params={"rope_theta": shape.rope_theta})
+    attention.core_attention = ModuleSpec(module=PackedAttention, params={"rope": shape.rope})
     return spec
 
 

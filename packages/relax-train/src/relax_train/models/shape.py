@@ -10,6 +10,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
 
+from relax_train.models.rope import Rope
+
+Config = Mapping[str, Any]
+"""The content of a ``config.json``."""
 Kind = Literal["dense", "experts"]
 """What the MLP of a layer is: one for all tokens, or a mixture of experts."""
 Dim = Literal["hidden", "queries", "keys", "head_dim", "ffn", "experts", "expert_ffn", "vocab"]
@@ -112,8 +116,7 @@ class ModelShape:
         qkv_bias: whether query, key and value have a bias.
         qk_norm: whether query and key are normalised, head by head.
         norm_eps: what RMSNorm adds to the mean square.
-        rope_theta: base of the rotary embedding's frequencies.
-        rope_type: how they are scaled; ``default`` is not at all.
+        rope: the rotary embedding: base of its frequencies, and how they are scaled.
         max_positions: longest sequence that the model was made for, in tokens; None when nobody knows.
         weights: those of a layer of each kind.
         embedding_weight, final_norm_weight, head_weight: those outside the layers; a tied model has no head of its own.
@@ -135,8 +138,7 @@ class ModelShape:
     qkv_bias: bool
     qk_norm: bool
     norm_eps: float
-    rope_theta: float
-    rope_type: str = "default"
+    rope: Rope
     max_positions: int | None
     weights: Mapping[Kind, tuple[Weight, ...]] = dataclasses.field(repr=False)
     embedding_weight: Weight = dataclasses.field(repr=False)
@@ -302,6 +304,5 @@ class ModelShape:
             "norm_topk_prob": self.renormalised,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [i for i, kind in enumerate(self.kinds) if kind == "dense" and self.experts],
-            "rope_theta": self.rope_theta,
-            "rope_type": self.rope_type,
+            **self.rope.as_config(),
         }

@@ -6,13 +6,17 @@ A family says where it differs.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from relax_train.models.shape import Dim, Kind, ModelShape, Tensor, Weight
-
-Config = Mapping[str, Any]
-"""The content of a ``config.json``."""
+from relax_train.models.architectures.rope_keys import (
+    ROPE_TYPES,
+    longest_text,
+    positive,
+    read_rope,
+    rope_problems,
+)
+from relax_train.models.shape import Config, Dim, Kind, ModelShape, Tensor, Weight
 
 SHAPE_KEYS = (
     "model_type",
@@ -155,7 +159,7 @@ class Architecture:
     has_experts: bool = False
     layer_kinds: Callable[[Config, int], tuple[Kind, ...]] = all_dense
     activations: tuple[str, ...] = ("silu",)
-    rope_types: tuple[str, ...] = ("default",)
+    rope_types: tuple[str, ...] = ROPE_TYPES
     refuses: tuple[str, ...] = ("use_sliding_window", "attention_bias")
     defaults: Config = dataclasses.field(default_factory=dict)
 
@@ -166,38 +170,18 @@ class Architecture:
 
     def problems(self, config: Config) -> list[str]:
         """Lists what a configuration asks for that is not built, each with its key and what to do."""
-        found = []
+        found, with_defaults = [], {**self.defaults, **config}
         if (act := config.get("hidden_act", "silu")) not in self.activations:
             found.append(f"hidden_act {act!r} is not supported; only {' and '.join(self.activations)} is")
         found += [
-            f"{key} {config[key]!r} is not supported; use a model without it" for key in self.refuses if config.get(key)
+            f"{key} {with_defaults[key]!r} is not supported; use a model without it"
+            for key in self.refuses
+            if with_defaults.get(key)
         ]
         if (kinds := config.get("layer_types")) is not None and not _all_full_attention(kinds):
             found.append(f"layer_types {str(kinds)[:60]} is not supported; only full_attention in every layer is")
-        rope = _rope(config)
-        if rope and config.get("rope_parameters") not in (None, {}, rope):
-            found.append(
-                "rope_parameters and rope_scaling are both there and differ, and SGLang would take the second alone; "
-                "remove one of them"
-            )
-        elif not isinstance(rope, Mapping):
-            found.append(f"rope_parameters should be an object, not {str(rope)[:40]!r}")
-        elif (kind := _rope_type(rope)) not in self.rope_types:
-            found.append(
-                f"rope type {kind!r} is not supported; remove it to train at the model's native context length"
-            )
+        found += rope_problems(config, self.rope_types)
         return found
-
-    def rope_theta(self, config: Config) -> float:
-        """Base of the rotary embedding, from ``rope_parameters`` (transformers 5) or ``rope_theta`` (before).
-
-        Raises:
-            ValueError: it is no number above 0, or neither is there and the family has no default.
-        """
-        theta = _rope(config).get("rope_theta", config.get("rope_theta", self.defaults.get("rope_theta")))
-        if theta is None:
-            raise ValueError("config.json: neither rope_parameters.rope_theta nor rope_theta is there; add one of them")
-        return _positive("rope_theta", theta)
 
     def shape(self, config: Config) -> ModelShape:
         """The shape of the model that a ``config.json`` of this family describes.
@@ -208,12 +192,14 @@ class Architecture:
         hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
         for key in ("rms_norm_eps", "rope_theta"):
             if config.get(key) is not None:
-                _positive(key, config[key])
+                positive(key, config[key])
         for problem in self.problems(config):
             raise ValueError(f"config.json: {problem}")
         config = {**self.defaults, **config}
         kinds = self.layer_kinds(config, self._layers(config))
         experts = self._experts(config) if "experts" in kinds else 0
+        integer(config, "max_position_embeddings", 0, 0)
+        rope = read_rope(config)
         shape = ModelShape(
             model_type=self.model_type,
             kinds=kinds,
@@ -230,12 +216,9 @@ class Architecture:
             renormalised=bool(config.get("norm_topk_prob")) if experts else False,
             qkv_bias=QKV_BIAS in self.attention,
             qk_norm=QK_NORM[0] in self.attention,
-            norm_eps=_positive("rms_norm_eps", config.get("rms_norm_eps")),
-            rope_theta=self.rope_theta(config),
-            rope_type=_rope_type(_rope(config)),
-            max_positions=None
-            if config.get("rope_scaling")
-            else integer(config, "max_position_embeddings", 0, 0) or None,
+            norm_eps=positive("rms_norm_eps", config.get("rms_norm_eps")),
+            rope=rope,
+            max_positions=longest_text(config, rope),
             weights={kind: self.layer_weights(kind) for kind in sorted({*kinds})},
             embedding_weight=self.embedding,
             final_norm_weight=self.final_norm,
@@ -272,21 +255,5 @@ def _check_sizes(shape: ModelShape) -> None:
         )
 
 
-def _positive(key: str, value: Any) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and 0 < value < 1e15):
-        raise ValueError(f"config.json: {key} should be a number above 0, not {str(value)[:40]!r}")
-    return float(value)
-
-
-def _rope(config: Config) -> Any:
-    # As transformers 5 does: a rope_scaling that was added by hand takes the place of rope_parameters.
-    return config.get("rope_scaling") or config.get("rope_parameters") or {}
-
-
 def _all_full_attention(kinds: Any) -> bool:
     return isinstance(kinds, list | tuple) and all(kind == "full_attention" for kind in kinds)
-
-
-def _rope_type(rope: Config) -> Any:
-    return rope.get("rope_type", rope.get("type", "default"))

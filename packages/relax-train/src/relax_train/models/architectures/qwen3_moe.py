@@ -5,12 +5,11 @@ from relax_train.models.architectures.base import (
     QK_NORM,
     QKV,
     Architecture,
-    Config,
     all_dense,
     experts_key,
     integer,
 )
-from relax_train.models.shape import Kind
+from relax_train.models.shape import Config, Kind
 
 
 def _layer_kinds(config: Config, layers: int) -> tuple[Kind, ...]:

@@ -1,0 +1,169 @@
+"""Every family and every scaling of positions: a real SGLang server computes what transformers does, after a push too.
+
+The trainer is held to transformers in ``tests/train``; here the engine is, with models whose scaling acts on short
+texts.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from relax_data.weights import Bucket
+from relax_rollout.engines.base import GenerateRequest, GenerateResult, SamplingParams
+from relax_rollout.engines.sglang.client import SGLangEngine
+from relax_rollout.engines.sglang.server import SGLangServer
+from relax_rollout.engines.sglang.settings import SGLangSettings
+from relax_rollout.weight_sync import push
+from relax_rollout.weight_sync.ranks import OneRank
+from relax_rollout.weight_sync.value import send_values
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ORIGINAL, FACTOR = 64, 4.0
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": FACTOR},
+    "llama3": {
+        "factor": FACTOR,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "yarn": {"factor": FACTOR, "original_max_position_embeddings": ORIGINAL},
+}
+CASES = [
+    ("Llama", "llama3"),
+    ("Llama", "linear"),
+    ("Qwen2", "yarn"),
+    ("Qwen3", "yarn"),
+    ("Qwen3Moe", "default"),
+    ("Qwen3Moe", "yarn"),
+]
+PROMPT = [10 + i % 100 for i in range(ORIGINAL)]
+NEW = 100
+"""Tokens of a response: with the prompt more than the model had before its positions were scaled."""
+
+
+def make_model(family: str, scaling: str, folder: Path) -> Any:
+    import transformers
+
+    # Of linear scaling this is the length before, of the others the length after it.
+    positions = ORIGINAL if scaling == "linear" else int(ORIGINAL * FACTOR)
+    options: dict[str, Any] = dict(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=positions,
+        tie_word_embeddings=family == "Qwen3",
+        rope_parameters={"rope_type": scaling, "rope_theta": 1e4, **SCALINGS[scaling]},
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    if family == "Qwen2":
+        del options["head_dim"]
+    if family == "Qwen3Moe":
+        options |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.1)  # so that attention is no mean over all tokens
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "-".join(case))
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, SGLangServer]]:
+    """A model, and a server of its own that started with it."""
+    from char_tokenizer import char_tokenizer
+
+    folder = tmp_path_factory.mktemp("-".join(request.param))
+    char_tokenizer().save_pretrained(folder)
+    model = make_model(*request.param, folder)
+    server = SGLangServer(
+        SGLangSettings(),
+        model_path=folder,
+        name="engine0",
+        log_path=folder / "engine0.log",
+        device="cpu",
+        dtype="float32",
+    )
+    server.start(deadline_s=580)
+    try:
+        yield model, server
+    finally:
+        server.stop()
+
+
+@torch.no_grad()
+def largest_error(model: Any, result: GenerateResult) -> float:
+    expected = torch.log_softmax(model(torch.tensor([PROMPT + result.tokens])).logits[0], -1)
+    first = len(PROMPT) - 1
+    return max(abs(float(expected[first + i, t]) - result.log_probs[i]) for i, t in enumerate(result.tokens))
+
+
+@torch.no_grad()
+def disturb(model: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
+def exported(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Its tensors as the trainer names them: each expert by itself, no head that is the embedding."""
+    tensors = []
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            for i, (gate, up) in enumerate(half.chunk(2) for half in tensor):
+                tensors += [(name.replace("gate_up_proj", f"{i}.gate_proj.weight"), gate)]
+                tensors += [(name.replace("gate_up_proj", f"{i}.up_proj.weight"), up)]
+        elif name.endswith("experts.down_proj"):
+            tensors += [(name.replace("down_proj", f"{i}.down_proj.weight"), down) for i, down in enumerate(tensor)]
+        else:
+            tensors.append((name, tensor))
+    return tensors
+
+
+def test_log_probabilities_are_those_of_transformers_before_and_after_a_push(served: tuple[Any, SGLangServer]) -> None:
+    model, server = served
+    sampling = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+
+    async def compare() -> list[float]:
+        engine, errors = SGLangEngine(server.url, name="engine0", log_path=server.log_path), []
+        for version in (0, 1):
+            if version:
+                disturb(model)
+                bucket = Bucket.of(exported(model))
+                await push.push_weights([engine], [bucket], version, send=send_values, ranks=OneRank())
+            result = await engine.generate(GenerateRequest(rid=f"r{version}", input_ids=PROMPT, sampling=sampling))
+            assert set(result.versions) == {version}
+            assert len(result.tokens) == NEW
+            errors.append(largest_error(model, result))
+        await engine.close()
+        return errors
+
+    errors = asyncio.run(compare())
+    assert max(errors) < 1e-4, errors
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] != "default"], ids="-".join)
+def test_the_scalings_here_change_what_is_computed(case: tuple[str, str], tmp_path: Path) -> None:
+    """Otherwise the comparison above would hold for an engine that scales nothing."""
+    scaled, plain = (make_model(case[0], scaling, tmp_path) for scaling in (case[1], "default"))
+    tokens = torch.tensor([PROMPT])
+    with torch.no_grad():
+        assert (scaled(tokens).logits - plain(tokens).logits).abs().max() > 1e-2

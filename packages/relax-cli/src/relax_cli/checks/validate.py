@@ -169,6 +169,13 @@ def _model_problems(config: RunConfig) -> Problems:
             f"--rollout-num-gpus-per-engine {tp} does not divide the model's num_attention_heads {shape.heads}: "
             "choose a divisor of it"
         )
+    if shape.experts and "dense" in shape.kinds and not config.debug.debug_train_only:
+        dense = [i for i, kind in enumerate(shape.kinds) if kind == "dense"]
+        found.append(
+            f"SGLang gives every layer of {shape.model_type} experts, and would serve the layers without ({len(dense)} "
+            f"of {shape.layers}, such as layer {dense[0]}) with weights that nobody set: use a model with experts in "
+            "all layers (mlp_only_layers empty, decoder_sparse_step 1)"
+        )
     if shape.rope.kind != "default" and config.sglang.sglang_extra.get("enable_fused_qk_norm_rope"):
         found.append(
             f"--sglang-enable-fused-qk-norm-rope computes rope type {shape.rope.kind!r} differently from the trainer: "

@@ -4,6 +4,7 @@ A page that is written by hand beside a table in the code is wrong after the fir
 """
 
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -96,20 +97,95 @@ def _markdown(text: str) -> str:
     return re.sub(r"arXiv:(\d{4}\.\d{5})(v\d+)?", r"[arXiv:\1\2](https://arxiv.org/abs/\1\2)", text)
 
 
+REFUSALS = {
+    "attention_bias": "biases of attention's output: megatron-core has one switch for them and those of the MLP",
+    "mlp_bias": "biases of the MLP: SGLang has none there",
+    "use_sliding_window": "a window of attention: not built in the trainer",
+}
+"""Why a switch of ``config.json`` is refused."""
+SHORT = {
+    "tensor_model_parallel_size": "TP",
+    "pipeline_model_parallel_size": "PP",
+    "context_parallel_size": "CP",
+    "expert_model_parallel_size": "EP",
+    "expert_tensor_parallel_size": "ETP",
+}
+
+
+def architectures() -> str:
+    """The table of architectures: each record, and the parallel layouts in which the tests train it."""
+    from relax_train.models.architectures import ARCHITECTURES
+
+    tested = _tested_layouts()
+    lines = ["| `model_type` | models | experts | ran from end to end | layouts held to transformers |"]
+    lines.append("|---|---|---|---|---|")
+    for name, record in ARCHITECTURES.items():
+        layouts = "; ".join(dict.fromkeys(layout for kind, layout in tested if kind == name))
+        tried, experts = "; ".join(record.tried) or "not yet", "yes" if record.has_experts else "no"
+        lines.append(f"| `{name}` | {', '.join(record.models)} | {experts} | {tried} | {layouts} |")
+    lines += ["", "| switch of `config.json` | refused in | why |", "|---|---|---|"]
+    for key in dict.fromkeys(key for record in ARCHITECTURES.values() for key in record.refuses):
+        families = ", ".join(f"`{name}`" for name, record in ARCHITECTURES.items() if key in record.refuses)
+        lines.append(f"| `{key}` | {families} | {REFUSALS[key]} |")
+    types = dict.fromkeys(rope for record in ARCHITECTURES.values() for rope in record.rope_types)
+    scaled = ", ".join(f"`{rope}`" for rope in types)
+    return "\n".join([*lines, "", f"Types of rotary embeddings that are built: {scaled}."])
+
+
+def _tested_layouts() -> list[tuple[str, str]]:
+    """(family, layout) of every case of ``tests/train/test_parity_layouts.py``."""
+    import ast
+
+    source = (DOCS.parent / "tests/train/test_parity_layouts.py").read_text(encoding="utf-8")
+    values: dict[str, Any] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(name := node.targets[0], ast.Name):
+            values[name.id] = eval(compile(ast.Expression(node.value), "cases", "eval"), {}, values)
+    found = []
+    for kind, ranks, options in values["CASES"].values():
+        family, _, rope = kind.partition("+")
+        sizes = {short: options[key] for key, short in SHORT.items() if key in options}
+        used = [f"{short}{size}" for short, size in sizes.items() if size > 1]
+        if options.get("sequence_parallel"):
+            used.insert(1, "SP")
+        dp = ranks // math.prod(sizes.get(short, 1) for short in ("TP", "PP", "CP"))
+        used += [f"DP{dp}"] if dp > 1 and "EP" not in sizes else []
+        if granularity := options.get("recompute_granularity"):
+            used.append(f"{granularity} recomputation")
+        used += ["moments on the host"] if options.get("optimizer_cpu_offload") else []
+        layout = " ".join(used) or "one rank"
+        found.append((family, f"{layout} (`{rope}`)" if rope else layout))
+    return found
+
+
+def models() -> str:
+    """The page on models."""
+    return _between_marks("models.md", {"architectures": architectures})
+
+
 def algorithms() -> str:
-    """The page as it is, with the parts between marks made anew."""
-    page = (DOCS / "algorithms.md").read_text(encoding="utf-8")
-    for name, make in (("estimators", estimators), ("losses", losses)):
+    """The page on algorithms."""
+    return _between_marks("algorithms.md", {"estimators": estimators, "losses": losses})
+
+
+def _between_marks(file: str, parts: Mapping[str, Callable[[], str]]) -> str:
+    """A page as it is, with the parts between marks made anew."""
+    page = (DOCS / file).read_text(encoding="utf-8")
+    for name, make in parts.items():
         begin, end = f"<!-- made by docs/make_pages.py: {name} -->\n", f"<!-- end of {name} -->\n"
         before, found, rest = page.partition(begin)
         _, closed, after = rest.partition(end)
-        assert found, f"docs/algorithms.md has lost its mark: {begin}"
-        assert closed, f"docs/algorithms.md has lost its mark: {end}"
+        assert found, f"docs/{file} has lost its mark: {begin}"
+        assert closed, f"docs/{file} has lost its mark: {end}"
         page = f"{before}{begin}\n{make()}\n\n{end}{after}"
     return page
 
 
-PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration, "algorithms.md": algorithms}
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration,
+    "algorithms.md": algorithms,
+    "models.md": models,
+}
 
 
 def main(arguments: list[str]) -> int:

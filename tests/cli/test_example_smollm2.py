@@ -35,7 +35,7 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 
 def test_the_held_out_pairs_of_numbers_are_not_trained_on(prepared: Path) -> None:
-    def pairs(name: str) -> set[tuple[int, ...]]:
+    def pairs(name: str) -> set[tuple[int, int]]:
         found = set()
         for row in rows(prepared / "data" / f"{name}.jsonl"):
             a, b = sorted(int(word) for word in row["input"].split() if word.isdigit())

@@ -89,9 +89,10 @@ def served(
     """A model, and a server of its own that started with it."""
     from char_tokenizer import char_tokenizer
 
-    folder = tmp_path_factory.mktemp("-".join(request.param))
+    family, scaling = request.param
+    folder = tmp_path_factory.mktemp(f"{family}-{scaling}")
     char_tokenizer().save_pretrained(folder)
-    model = make_model(*request.param, folder)
+    model = make_model(family, scaling, folder)
     server = SGLangServer(
         SGLangSettings(),
         model_path=folder,

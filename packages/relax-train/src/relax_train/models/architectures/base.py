@@ -146,6 +146,8 @@ class Architecture:
         rope_types: ways to scale the rotary embedding that are built.
         refuses: switches of ``config.json`` that may not be on, because what they switch on is not built.
         defaults: what transformers takes for a key that ``config.json`` leaves out.
+        models: well-known models of the family, for the documentation.
+        tried: sizes that ran from end to end, and where, for the documentation.
     """
 
     model_type: str
@@ -162,6 +164,8 @@ class Architecture:
     rope_types: tuple[str, ...] = ROPE_TYPES
     refuses: tuple[str, ...] = ("use_sliding_window", "attention_bias")
     defaults: Config = dataclasses.field(default_factory=dict)
+    models: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
 
     def layer_weights(self, kind: Kind) -> tuple[Weight, ...]:
         """The weights of a layer, in the order of the forward pass."""

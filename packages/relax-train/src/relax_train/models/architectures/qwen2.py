@@ -7,4 +7,5 @@ QWEN2 = Architecture(
     class_name="Qwen2ForCausalLM",
     attention=(QKV, QKV_BIAS, ATTENTION_OUT),
     defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "rope_theta": 1e4},
+    models=("Qwen2", "Qwen2.5"),
 )

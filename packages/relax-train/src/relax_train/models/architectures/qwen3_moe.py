@@ -37,4 +37,6 @@ QWEN3_MOE = Architecture(
         "decoder_sparse_step": 1,
         "norm_topk_prob": False,
     },
+    models=("Qwen3 MoE",),
+    tried=("0.1 M, random, CPU",),
 )

@@ -5,12 +5,15 @@ import gzip
 import http.server
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from relax_profiling.cli import main
+from relax_profiling.recorders import sglang as sglang_module
 from relax_profiling.recorders.sglang import Deadlines, RolloutProfiler
 from relax_profiling.settings import SGLangProfileSettings
 
@@ -244,6 +247,39 @@ def test_by_stage_is_disarmed_after_the_rollout(scripted: Any, tmp_path: Path) -
     assert server.calls[1][1]["num_steps"] > 10**6, "without a number SGLang's scheduler fails"
     path, body = server.calls[-1]
     assert (path, body["activities"], body["profile_by_stage"]) == ("/start_profile", [], False)
+
+
+def test_by_stage_waits_for_the_files_of_both_stages(scripted: Any, tmp_path: Path) -> None:
+    server = scripted()
+    (content,) = server.files.values()
+    server.files = {"{id}-TP-0-EXTEND.trace.json.gz": content}
+
+    polls = []
+
+    def arrive_late(_: float) -> None:
+        polls.append(1)
+        for folder in (tmp_path / "rollout_0").glob(".*.partial") if len(polls) > 3 else ():
+            (folder / "7-TP-0-DECODE.trace.json.gz").write_bytes(content)
+
+    profiler = profiler_of([server.url], tmp_path, deadlines=PATIENT, sglang_profile_by_stage=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sglang_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=arrive_late))
+        with profiler.rollout(0) as rollout:
+            pass
+    (trace,) = rollout.traces
+    assert trace.problems == ()
+    assert sorted(p.name.split("TP-0-")[1].split(".")[0] for p in trace.files) == ["DECODE", "EXTEND"]
+
+
+def test_a_stage_that_did_not_come_is_named(scripted: Any, tmp_path: Path) -> None:
+    server = scripted()
+    (content,) = server.files.values()
+    server.files = {"{id}-TP-0-EXTEND.trace.json.gz": content}
+    with profiler_of([server.url], tmp_path, sglang_profile_by_stage=True).rollout(0) as rollout:
+        pass
+    (trace,) = rollout.traces
+    assert len(trace.files) == 1
+    assert trace.problems == ("no trace of the stage DECODE: it did not come while the engine was recorded",)
 
 
 def test_the_error_of_the_rollout_is_the_one_that_surfaces(scripted: Any, tmp_path: Path) -> None:

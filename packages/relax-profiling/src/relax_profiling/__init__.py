@@ -34,7 +34,7 @@ def analyze(*paths: str | os.PathLike[str], peak_tflops: float | None = None) ->
 
     Args:
         paths: run folders (``traces/NAME``), folders of runs, traces (``.json``, ``.json.gz``), snapshots of torch
-            (``.pickle``) or recordings of memray (``.bin``).
+            (``.pickle``, ``.pickle.gz``) or recordings of memray (``.bin``).
         peak_tflops: dense peak of the GPU in TFLOP/s for MFU, in place of the table's.
 
     Returns:

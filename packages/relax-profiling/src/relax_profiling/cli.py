@@ -52,7 +52,9 @@ def build_parser(program: str = "relax-profile") -> argparse.ArgumentParser:
     merge.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="merged .json.gz")
 
     memory = commands.add_parser("memory", help="the memory timeline as one page", allow_abbrev=False)
-    memory.add_argument("snapshot", type=Path, help="snapshot of torch (.pickle) or recording of memray (.bin)")
+    memory.add_argument(
+        "snapshot", type=Path, help="snapshot of torch (.pickle, .pickle.gz) or recording of memray (.bin)"
+    )
     memory.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the page, .html")
     return parser
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from relax_profiling.analysis.breakdown import step_spans
 from relax_profiling.trace.load import Collective, Trace
 
 # These end at the same time on every rank, whatever its clock says.
@@ -31,6 +32,74 @@ class RankWaits:
     waits: float
     delays: float
     clock_offset: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RankTrace:
+    """The trace of one rank, under the label of the rank. ``number`` is the caller's, to know it again by."""
+
+    label: str
+    trace: Trace
+    number: int
+
+    @property
+    def start(self) -> float:
+        """Microseconds since the epoch, on the rank's clock."""
+        return self.trace.base + self.trace.first
+
+    @property
+    def end(self) -> float:
+        """Microseconds since the epoch, on the rank's clock."""
+        return self.trace.base + self.trace.last
+
+
+def match_recordings(traces: Sequence[RankTrace]) -> tuple[list[list[RankTrace]], list[str]]:
+    """Groups the traces of one run and target that were recorded together: they overlap in time.
+
+    Returns:
+        The groups, also those of one rank; and in words, which ranks recorded the same steps at times so far apart that
+        their clocks must differ. Nothing tells then which of their collectives belong together.
+    """
+    groups: list[list[RankTrace]] = []
+    for item in sorted(traces, key=lambda t: t.start):
+        same = groups and groups[-1][-1]
+        if same and item.start < same.end and item.label not in {t.label for t in groups[-1]} and _may_pair(item, same):
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    numbers: dict[str, int] = {}
+    alike: dict[tuple[str, ...], list[list[RankTrace]]] = {}
+    for group in groups:
+        first = group[0]
+        numbers[first.label] = numbers.get(first.label, 0) + 1
+        alike.setdefault(_steps(first) or (f"recording {numbers[first.label]}",), []).append(group)
+    return groups, [said for same_steps in alike.values() for said in _clocks_apart(same_steps)]
+
+
+def _clocks_apart(groups: list[list[RankTrace]]) -> list[str]:
+    """What is to be said of groups that recorded the same steps."""
+    said = []
+    reference = groups[0]
+    for group in groups[1:]:
+        if {t.label for t in group} & {t.label for t in reference}:
+            continue  # a rank recorded these steps twice: two launches in one folder
+        a, b = reference[0], group[0]
+        if _keyed(a.trace).keys() & _keyed(b.trace).keys():
+            said.append(
+                f"{b.label} begins {(b.start - a.start) / 1e6:.3f} s after {a.label}, which had ended by then: their "
+                "clocks differ by more than the recording, and the two are not compared"
+            )
+    return said
+
+
+def _steps(rank: RankTrace) -> tuple[str, ...]:
+    return tuple(name for name, _, _ in step_spans(rank.trace))
+
+
+def _may_pair(a: RankTrace, b: RankTrace) -> bool:
+    """Whether the marks of two traces do not speak against one recording."""
+    first, second = set(_steps(a)), set(_steps(b))
+    return not first or not second or bool(first & second)
 
 
 Key = tuple[str, str, str, int]

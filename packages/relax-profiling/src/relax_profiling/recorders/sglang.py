@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 # By stage, SGLang 0.5.17 counts down from this number and fails in its scheduler when there is none.
 _WHOLE_ROLLOUT = 1_000_000_000
+# The two, as SGLang 0.5.17 writes them into the names of the files.
+_STAGES = ("EXTEND", "DECODE")
 # Above this size a file counts as whole when its size stands still; below, its checksum is verified too.
 _VERIFIED_BYTES = 32 << 20
 _POLL_SECONDS = 0.1
@@ -196,7 +198,7 @@ class _Recording:
         self._deadlines = deadlines
         self._clock = clock
         self._staging: StagingFolder | None = None
-        self._expected: int | None = None
+        self._expected: int | None = None  # files a stage; by stage there are two
         self._files: list[Path] = []
         self._problems: list[str] = []
         self.started = False
@@ -281,19 +283,21 @@ class _Recording:
         if self._staging is None:
             return True
         found = _present(self._staging.path)
-        per_stage = self._expected or 1
-        needed = per_stage * (2 if self._settings.sglang_profile_by_stage else 1)
-        return len(found) >= needed and all(_is_whole(p) for p in found)
+        return len(found) >= self._needed and all(_is_whole(p) for p in found)
+
+    @property
+    def _needed(self) -> int:
+        """The number of files of a recording in which every stage came."""
+        return (self._expected or 1) * (len(_STAGES) if self._settings.sglang_profile_by_stage else 1)
 
     def _collect(self, staging: StagingFolder) -> None:
         """Waits for the files to be whole and moves them to their names."""
-        needed = self._expected or 1
         patience = self._deadlines.files if self._waits_for_files else min(1.0, self._deadlines.files)
         deadline = time.monotonic() + patience
         sizes: dict[Path, int] = {}
         while True:
             now = {p: p.stat().st_size for p in _present(staging.path)}
-            if len(now) >= needed and now == sizes and all(_is_whole(p) for p in now):
+            if len(now) >= self._needed and now == sizes and all(_is_whole(p) for p in now):
                 break
             if time.monotonic() > deadline:
                 break
@@ -309,12 +313,22 @@ class _Recording:
                 f"no trace arrived in {staging.path}: it ran no forward step, or it runs on another host, where its "
                 "traces are under the same path"
             )
-        elif self.started and len(self._files) < needed:
-            self._problems.append(
-                f"{len(self._files)} of {needed} traces arrived; its other ranks may run on another host, where "
-                f"theirs are under {staging.path}"
-            )
+        elif self.started and len(self._files) < self._needed:
+            self._problems.append(self._missing(staging))
         _remove_empty(staging.path)
+
+    def _missing(self, staging: StagingFolder) -> str:
+        """What to say when some of the files did not arrive."""
+        arrived = len(self._files)
+        if self._settings.sglang_profile_by_stage:
+            for stage in _STAGES:
+                of_stage = sum(stage in path.name for path in self._files)
+                if of_stage == 0 and arrived == (self._expected or 1):
+                    return f"no trace of the stage {stage}: it did not come while the engine was recorded"
+        return (
+            f"{arrived} of {self._needed} traces arrived; its other ranks may run on another host, where theirs are "
+            f"under {staging.path}"
+        )
 
     def _place(self, path: Path, staging: StagingFolder) -> Path:
         # The server puts a time or the profile id first; the stamp that we reserved takes its place.

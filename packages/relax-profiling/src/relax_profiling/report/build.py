@@ -6,7 +6,7 @@ from pathlib import Path
 
 from relax_profiling.analysis.breakdown import device_breakdown, host_breakdown, step_spans
 from relax_profiling.analysis.communication import communication_kinds
-from relax_profiling.analysis.ranks import rank_waits
+from relax_profiling.analysis.ranks import RankTrace, match_recordings, rank_waits
 from relax_profiling.analysis.stages import engine_stages
 from relax_profiling.analysis.top import top_kernels, top_operators
 from relax_profiling.report.advice import find_advice
@@ -43,7 +43,7 @@ def build_report(paths: Sequence[Path], *, peak: float | None = None) -> Report:
 
 def _read_traces(files: list[FoundFile], peak: float | None, problems: list[str]) -> list[TraceReport]:
     reports: list[TraceReport] = []
-    ranks: list[tuple[FoundFile, Trace, int]] = []
+    ranks: dict[tuple[Path, str], list[RankTrace]] = {}
     for file in files:
         try:
             trace = load_trace(file.path)
@@ -56,13 +56,16 @@ def _read_traces(files: list[FoundFile], peak: float | None, problems: list[str]
             problems.append(f"{file.path}: holds neither device activities nor operators")
             continue
         if report.role == "train" and trace.collectives:
-            ranks.append((file, trace.clock_and_collectives(), len(reports)))
+            rank = RankTrace(file.label, trace.clock_and_collectives(), len(reports))
+            ranks.setdefault((file.run, file.target), []).append(rank)
         reports.append(report)
-    for group in _recordings(ranks):
-        waits = rank_waits({str(i): trace for _, trace, i in group})
-        for label, waited in waits.items():
-            i = int(label)
-            reports[i] = dataclasses.replace(reports[i], waits=waited)
+    for (run, target), of_target in ranks.items():
+        groups, said = match_recordings(of_target)
+        problems += [f"{run}, {target}: {s}" for s in said]
+        for group in groups:
+            for label, waited in rank_waits({str(rank.number): rank.trace for rank in group}).items():
+                i = int(label)
+                reports[i] = dataclasses.replace(reports[i], waits=waited)
     return reports
 
 
@@ -116,23 +119,6 @@ def _mfu(trace: Trace, span: float, peak: float | None) -> float | None:
             continue
         seconds += flops / (top * 1e12)
     return seconds / (span / 1e6)
-
-
-def _recordings(ranks: list[tuple[FoundFile, Trace, int]]) -> list[list[tuple[FoundFile, Trace, int]]]:
-    """Groups traces of one run and target that overlap in time: one recording of several ranks."""
-    groups: list[list[tuple[FoundFile, Trace, int]]] = []
-    for item in sorted(ranks, key=lambda r: (str(r[0].run), r[0].target, r[1].base + r[1].first)):
-        file, trace, _ = item
-        if groups:
-            last_file, last_trace, _ = groups[-1][-1]
-            same = (last_file.run, last_file.target) == (file.run, file.target)
-            labels = {f.label for f, _, _ in groups[-1]}
-            overlaps = trace.base + trace.first < last_trace.base + last_trace.last
-            if same and overlaps and file.label not in labels:
-                groups[-1].append(item)
-                continue
-        groups.append([item])
-    return [g for g in groups if len(g) > 1]
 
 
 def _read_memory(files: list[FoundFile], problems: list[str]) -> list[MemoryReport]:

@@ -54,7 +54,9 @@ def _find_under(root: Path, found: list[FoundFile], problems: list[str]) -> None
     if root.is_file():
         file = describe(root)
         if file is None:
-            problems.append(f"{root}: neither a trace (.json, .json.gz) nor a memory recording (.pickle, .bin)")
+            problems.append(
+                f"{root}: neither a trace (.json, .json.gz) nor a memory recording (.pickle, .pickle.gz, .bin)"
+            )
         else:
             found.append(file)
     elif root.is_dir():
@@ -78,7 +80,7 @@ def describe(path: Path) -> FoundFile | None:
     stamp = int(stamp_found.group(1)) if stamp_found else 0
     tag = RankTag.parse(name)
     run = _run_folder(path)
-    if name.endswith(".pickle"):
+    if name.endswith((".pickle", ".pickle.gz")):
         return FoundFile(path, "snapshot", run, str(tag or name), stamp=stamp)
     if name.endswith(".bin"):
         return FoundFile(path, "memray", run, str(tag or name), stamp=stamp)

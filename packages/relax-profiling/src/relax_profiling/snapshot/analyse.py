@@ -10,6 +10,7 @@ Frames = tuple[str, ...]
 # Frames of the libraries say how memory is allocated, not for what.
 _LIBRARIES = ("/torch/", "/site-packages/torch", "<frozen", "/lib/python3")
 _SHOWN_FRAMES = 12
+_LONGEST_NAME = 400
 # Bytes and microseconds beyond this are damage, and may be too large to compute with.
 _MOST = 1 << 60
 # Autograd's backward runs on a thread without Python.
@@ -86,26 +87,47 @@ def analyse_snapshot(snapshot: dict[str, Any]) -> list[DeviceMemory]:
         ValueError: when the fields are not those of a snapshot.
     """
     try:
-        _check_numbers(snapshot)
+        segments, traces = _without_repetition(snapshot)
+        _check_numbers(segments, traces)
         devices: dict[int, list[dict[str, Any]]] = {}
-        for segment in snapshot["segments"]:
+        for segment in segments:
             devices.setdefault(int(segment.get("device", 0)), []).append(segment)
-        traces = snapshot.get("device_traces") or []
         for i, events in enumerate(traces):
-            if any(e.get("action") == "alloc" for e in events):
+            # An error on the first allocation leaves no other trace: another process holds the memory.
+            if any(e.get("action") in ("alloc", "oom") for e in events):
                 devices.setdefault(i, [])
         return [_device(i, segments, traces[i] if i < len(traces) else []) for i, segments in sorted(devices.items())]
     except (KeyError, TypeError, AttributeError, IndexError) as e:
         raise ValueError(f"fields are missing or of the wrong kind ({type(e).__name__}: {e})") from e
 
 
-def _check_numbers(snapshot: dict[str, Any]) -> None:
+def _without_repetition(snapshot: dict[str, Any]) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+    """The segments and the events of each device, where a list that stands at several places is taken once.
+
+    A pickle names a list a second time in two bytes, so a small file could hold more events than can be gone through.
+    No allocator writes such a file.
+    """
+    seen: set[int] = set()
+
+    def is_new(part: Any) -> bool:
+        new = id(part) not in seen
+        seen.add(id(part))
+        return new
+
+    segments = []
+    for segment in filter(is_new, snapshot["segments"]):
+        blocks = segment.get("blocks") or []
+        segments.append({**segment, "blocks": blocks if is_new(blocks) else []})
+    return segments, [events if is_new(events) else [] for events in snapshot.get("device_traces") or []]
+
+
+def _check_numbers(segments: list[dict[str, Any]], traces: list[list[dict[str, Any]]]) -> None:
     """Raises ``ValueError`` for sizes and times that nothing can be computed with."""
-    for segment in snapshot["segments"]:
+    for segment in segments:
         _check(segment, "device", "total_size")
-        for block in segment.get("blocks", ()):
+        for block in segment["blocks"]:
             _check(block, "size", "requested_size")
-    for events in snapshot.get("device_traces") or []:
+    for events in traces:
         for event in events:
             _check(event, "size", "time_us", "device_free")
 
@@ -133,6 +155,7 @@ def _device(device: int, segments: list[dict[str, Any]], events: list[dict[str, 
             address = at + block["size"]
     allocated = sum(b.size for b in held.values())
     before = _held_before(held, events)
+    held.update((address, block) for address, block in before.items() if address in held)
     start = sum(b.size for b in before.values())
     times, curve, peak_index = _curve(events, start, before)
     peak_holders = group_by_stack(_live_at(events, before, peak_index).values())
@@ -180,7 +203,8 @@ def _held_before(held: dict[int, _Block], events: list[dict[str, Any]]) -> dict[
             seen.add(e["addr"])
     for address, block in held.items():
         if address not in seen:
-            before[address] = block
+            # Its frames, if any, were recorded by an earlier recording, or their event left the ring buffer.
+            before[address] = block if block.frames else _Block(block.size, BEFORE)
     return before
 
 
@@ -221,36 +245,54 @@ def _live_at(events: list[dict[str, Any]], before: dict[int, _Block], index: int
 def group_by_stack(blocks: Iterable[_Block]) -> list[Holder]:
     """Blocks summed by call stack, the largest first."""
     sums: dict[Frames, list[int]] = {}
+    # Blocks of one place share their frames, and stacks share the frames of their callers: each becomes text once.
+    stacks: dict[int, Frames] = {}
+    texts: dict[int, str | None] = {}
     for block in blocks:
-        entry = sums.setdefault(frames_text(block.frames), [0, 0])
+        stack = stacks.get(id(block.frames))
+        if stack is None:
+            stack = stacks[id(block.frames)] = frames_text(block.frames, texts)
+        entry = sums.setdefault(stack, [0, 0])
         entry[0] += block.size
         entry[1] += 1
     holders = [Holder(size, count, stack) for stack, (size, count) in sums.items()]
     return sorted(holders, key=lambda h: -h.bytes)
 
 
-def frames_text(frames: Any) -> Frames:
-    """``function (folder/file.py:12)`` for each frame, innermost first, without the frames of torch's C++."""
+def frames_text(frames: Any, texts: dict[int, str | None] | None = None) -> Frames:
+    """``function (folder/file.py:12)`` for each frame, innermost first, without the frames of torch's C++.
+
+    Args:
+        texts: identity of a frame -> its text, of frames that stay in memory; filled here.
+    """
     if isinstance(frames, str):
         return (frames,)
     if not isinstance(frames, list):
         return (NO_FRAME,)
-    shown = []
+    texts = {} if texts is None else texts
+    shown: list[str] = []
     for frame in frames:
-        # Text and numbers only: what else stands there may be lists in lists that are longer than any memory as text.
-        file, name, line = (frame.get(key) for key in ("filename", "name", "line"))
-        file = file if isinstance(file, str) else "?"
-        if not file or file == "??":
-            continue
-        path = PurePath(file)
-        # The last folders name the library; the full path is the reader's own disk.
-        short = "/".join(path.parts[-4:]) if "site-packages" in file else file
-        function = name if isinstance(name, str) else "?"
-        number = line if isinstance(line, int) and 0 <= line < _MOST else 0
-        shown.append(f"{function} ({'/' if short != file else ''}{short}:{number})")
-        if len(shown) == _SHOWN_FRAMES:
-            break
+        if id(frame) not in texts:
+            texts[id(frame)] = _frame_text(frame)
+        text = texts[id(frame)]
+        if text is not None:
+            shown.append(text)
+            if len(shown) == _SHOWN_FRAMES:
+                break
     return tuple(shown) or (NO_FRAME,)
+
+
+def _frame_text(frame: dict[str, Any]) -> str | None:
+    # Text and numbers only: what else stands there may be lists in lists that are longer than any memory as text.
+    file, name, line = (frame.get(key) for key in ("filename", "name", "line"))
+    file = file[-_LONGEST_NAME:] if isinstance(file, str) else "?"
+    if not file or file == "??":
+        return None
+    # The last folders name the library; the full path is the reader's own disk.
+    short = "/".join(PurePath(file).parts[-4:]) if "site-packages" in file else file
+    function = name[:_LONGEST_NAME] if isinstance(name, str) else "?"
+    number = line if isinstance(line, int) and 0 <= line < _MOST else 0
+    return f"{function} ({'/' if short != file else ''}{short}:{number})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,8 @@ from relax_profiling.trace.flops import COUNTED, operator_flops
 from relax_profiling.trace.reader import Event, NotATrace, TraceReader
 
 COMPUTE, COMMUNICATION, MEMORY = 0, 1, 2
+# Annotations around the steps of a training loop: ours, and torch.profiler's.
+STEP_PREFIXES = ("train_overall", "train_actor", "train_log_probs", "ProfilerStep#")
 
 # Microseconds: a duration of four months and a time of three thousand years are damage.
 _LONGEST, FURTHEST = 1e13, 1e17
@@ -150,6 +152,7 @@ class Trace:
         slim = Trace(self.path)
         slim.meta = {"baseTimeNanoseconds": self.meta.get("baseTimeNanoseconds", 0)}
         slim.problems, slim.collectives = self.problems, self.collectives
+        slim.spans = [s for s in self.spans if not s.on_device and s.name.startswith(STEP_PREFIXES)]
         slim.first, slim.last = self.first, self.last
         return slim
 

@@ -3,13 +3,14 @@
 import gzip
 import logging
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from relax_profiling.analysis.ranks import clock_offsets
+from relax_profiling.analysis.ranks import RankTrace, clock_offsets, match_recordings
 from relax_profiling.recorders.trace_files import partial_path
 from relax_profiling.report.find_files import FoundFile, find_files
 from relax_profiling.trace.load import FURTHEST, Trace, collector_paused, load_trace
@@ -57,7 +58,7 @@ def _merge(found: Sequence[FoundFile], problems: list[str], out: Path) -> int:
             problems.append(str(e) if str(file.path) in str(e) else f"{file.path}: {e}")
     if not traces:
         raise ValueError("\n".join(["there is no trace to merge", *problems]))
-    offsets = _offsets(traces)
+    offsets = _offsets(traces, problems)
     zero = min((t.base + t.first - offsets[f.path] for f, t in traces if math.isfinite(t.first)), default=0.0)
     partial = partial_path(out.absolute().parent)
     try:
@@ -80,17 +81,27 @@ def _merge(found: Sequence[FoundFile], problems: list[str], out: Path) -> int:
     return len(traces)
 
 
-def _offsets(traces: list[tuple[FoundFile, Trace]]) -> dict[Path, float]:
+def _offsets(traces: list[tuple[FoundFile, Trace]], problems: list[str]) -> dict[Path, float]:
     """Microseconds by which each trace's clock is ahead, told by the collectives of its recording."""
     offsets = {file.path: 0.0 for file, _ in traces}
-    groups: dict[tuple[Path, str], dict[str, Trace]] = {}
-    for file, trace in traces:
+    targets: dict[tuple[Path, str], list[RankTrace]] = {}
+    for number, (file, trace) in enumerate(traces):
         if trace.collectives:
-            groups.setdefault((file.run, file.target), {})[str(file.path)] = trace
-    for group in groups.values():
-        for path, offset in clock_offsets(group).items():
-            offsets[Path(path)] = offset
+            targets.setdefault((file.run, _recorded_alone(file)), []).append(RankTrace(file.label, trace, number))
+    for (run, what), ranks in targets.items():
+        groups, said = match_recordings(ranks)
+        problems += [f"{run}, {what}: {s}" for s in said]
+        for group in groups:
+            for label, offset in clock_offsets({str(rank.number): rank.trace for rank in group}).items():
+                offsets[traces[int(label)][0].path] = offset
     return offsets
+
+
+def _recorded_alone(file: FoundFile) -> str:
+    """What may share a recording with the file: a training target, or the ranks of one engine, rollout and stage."""
+    if file.role != "engine":
+        return file.target
+    return " ".join([*re.sub(r"\bTP-\d+", "", file.label).split(), f"rollout {file.rollout}"])
 
 
 def _moved(file: FoundFile, number: int, shift: float, problems: list[str]) -> Any:
@@ -108,7 +119,7 @@ def _moved(file: FoundFile, number: int, shift: float, problems: list[str]) -> A
 
     named: set[int] = set()
     for events in TraceReader(file.path).chunks():
-        written: list[bytes] = []
+        written = bytearray()  # one text, not a list of small ones: each of those takes a kilobyte
         for event in events:
             moved = _move(event, pid, number, shift, title, named)
             if moved is None:
@@ -117,19 +128,18 @@ def _moved(file: FoundFile, number: int, shift: float, problems: list[str]) -> A
             if text is None:
                 unwritable += 1
                 continue
-            written.append(text)
+            written += text + b",\n"
             if moved.get("cat") == "user_annotation" and str(moved.get("name", "")).startswith(_STEP_PREFIXES):
                 mark = {"ph": "i", "s": "p", "cat": "step", "name": f"{title}: {moved['name']}"}
-                written.append(
-                    orjson.dumps({**mark, "ts": moved["ts"], "pid": moved.get("pid"), "tid": moved.get("tid")})
-                )
+                at = {key: moved.get(key) for key in ("ts", "pid", "tid")}
+                written += orjson.dumps({**mark, **at}) + b",\n"
         if written:
-            yield b",\n".join(written)
+            yield bytes(written[:-2])
     if unwritable:
         problems.append(f"{unwritable} events hold numbers or lists that cannot be written again and are left out")
-    rest = [p for p in pids.values() if p not in named]
-    if rest:
-        yield b",\n".join(orjson.dumps(_process_name(p, title)) for p in rest)
+    for p in pids.values():
+        if p not in named:
+            yield orjson.dumps(_process_name(p, title))
 
 
 def _process_name(pid: int, name: str) -> Event:

@@ -27,7 +27,10 @@ _BOUNDARY_TRIES = 40
 _MAX_JOIN = 8
 _MAX_HEAD = 64 << 20
 # No event is that long: it is damage, or a small file that unpacks to more than the memory holds.
-_MAX_EVENT = 256 << 20
+_MAX_EVENT = 16 << 20
+# After this many damaged events they are no longer mended, and after this many in a row nothing more is read.
+_MOST_MENDED = 50_000
+_MOST_IN_A_ROW = 200_000
 _BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
 _LAST = re.compile(rb"\}\s*\]")
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -37,6 +40,10 @@ _LONE_SURROGATE = re.compile(
     rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 )
 _BAD_ESCAPE = re.compile(rb'\\(?!["\\/bfnrtu])')
+# Where none of these is, the text is not JSON that is a little wrong, but no JSON.
+_MENDABLE = re.compile(rb"[\x00-\x1f\x80-\xff\\]|NaN|Infinity")
+# A list of fields begins after the events, or the file ends.
+_AFTER_EVENTS = re.compile(rb'\s*(,\s*"[^"]{0,200}"\s*:|\}\s*$|$)')
 
 
 class NotATrace(ValueError):
@@ -57,6 +64,8 @@ class TraceReader:
         self.meta: dict[str, Any] = {}
         self.problems: list[str] = []
         self._unreadable = 0
+        self._in_a_row = 0
+        self._tries = _BOUNDARY_TRIES
 
     def chunks(self) -> Iterator[list[Event]]:
         """Lists of events, in the order of the file.
@@ -84,8 +93,12 @@ class TraceReader:
                     yield events
                 del buffer[:used]
                 searched = 0 if used else max(0, len(buffer) - _BOUNDARY_WINDOW)
-                if len(buffer) > _MAX_EVENT:
-                    self.problems.append(f"an event is longer than {_MAX_EVENT >> 20} MiB")
+                if len(buffer) > _MAX_EVENT or self._in_a_row > _MOST_IN_A_ROW:
+                    self.problems.append(
+                        f"an event is longer than {_MAX_EVENT >> 20} MiB"
+                        if len(buffer) > _MAX_EVENT
+                        else f"{self._in_a_row} events in a row could not be read"
+                    )
                     del buffer[_CHUNK:]
                     break
         events = self._tail(bytes(buffer))
@@ -106,7 +119,7 @@ class TraceReader:
             inflate = zlib.decompressobj(wbits=31)
             while first:
                 try:
-                    data = inflate.decompress(first)
+                    data = inflate.decompress(first, _CHUNK)  # in pieces: a few bytes may be a thousand times as many
                 except zlib.error as e:
                     self.problems.append(f"compressed data is damaged ({e}); read up to there")
                     return
@@ -117,7 +130,7 @@ class TraceReader:
                     if first:
                         inflate = zlib.decompressobj(wbits=31)
                 else:
-                    first = f.read(_COMPRESSED_PIECE)
+                    first = inflate.unconsumed_tail or f.read(_COMPRESSED_PIECE)
             if not inflate.eof:
                 self.problems.append("compressed data is cut off; read up to there")
 
@@ -164,20 +177,29 @@ class TraceReader:
         boundaries = list(_BETWEEN.finditer(buffer, window))
         if not boundaries:
             boundaries = list(_BETWEEN.finditer(buffer, searched))
-        for boundary in reversed(boundaries[-_BOUNDARY_TRIES:]):
+        for boundary in reversed(boundaries[-self._tries :]):
             text = b"[" + bytes(buffer[: boundary.start() + 1]) + b"]"
             with contextlib.suppress(ValueError):
-                return read(text), boundary.end()
+                events = read(text)
+                self._read()
+                return events, boundary.end()
             try:
-                return _only_events(orjson.loads(text)), boundary.end()
+                found = _only_events(orjson.loads(text))
+                self._read()
+                return found, boundary.end()
             except orjson.JSONDecodeError as e:
                 if e.pos < window:  # the damage is inside, not at the boundary that we chose
                     break
         if not boundaries:
             # One event of megabytes, or no JSON: keep collecting.
             return [], 0
+        self._tries = max(1, self._tries // 2)  # each costs a look at the whole buffer
         end = boundaries[-1]
         return self._one_by_one(bytes(buffer[: end.start() + 1])), end.end()
+
+    def _read(self) -> None:
+        """Notes that events could be read: what comes next deserves all care again."""
+        self._in_a_row, self._tries = 0, _BOUNDARY_TRIES
 
     def _tail(self, buffer: bytes) -> list[Event]:
         """The last events and the fields after them."""
@@ -187,7 +209,7 @@ class TraceReader:
         if buffer.lstrip()[:1] == b"]":
             self._add_tail(buffer.lstrip()[1:])
             return []
-        ends = list(_LAST.finditer(buffer))
+        ends = [e for e in _LAST.finditer(buffer) if _AFTER_EVENTS.match(buffer, e.end())]
         for end in reversed(ends[-_BOUNDARY_TRIES:]):
             try:
                 events = _only_events(orjson.loads(b"[" + buffer[: end.start() + 1] + b"]"))
@@ -195,10 +217,13 @@ class TraceReader:
                 continue
             self._add_tail(buffer[end.end() :])
             return events
-        closed = [e for e in ends if re.match(rb'\s*(,\s*"|\}|$)', buffer[e.end() : e.end() + 64])]
-        if closed:
-            self._add_tail(buffer[closed[-1].end() :])
-            return self._one_by_one(buffer[: closed[-1].start() + 1])
+        # An event is damaged. The fields are what is whole from the end of a list to the end of the file; if they hold
+        # lists of their own, there are several such ends, and the first is the one of the events.
+        whole = (e for e in ends[-_BOUNDARY_TRIES:] if _tail_fields(buffer[e.end() :]) is not None)
+        chosen = next(whole, ends[-1] if ends else None)
+        if chosen is not None:
+            self._add_tail(buffer[chosen.end() :])
+            return self._one_by_one(buffer[: chosen.start() + 1])
         self.problems.append("the list of events is cut off; read up to there")
         # The text after the last complete event is what was cut; it is no unreadable event.
         boundaries = list(_BETWEEN.finditer(buffer))
@@ -209,9 +234,11 @@ class TraceReader:
         return events
 
     def _add_tail(self, text: bytes) -> None:
-        text = text.strip().lstrip(b",").strip()
-        if text and text != b"}":
-            self._add_meta(b"{" + text)
+        fields = _tail_fields(text)
+        if fields is None:
+            self.problems.append("the fields beside the events could not be read")
+        else:
+            self.meta.update(fields)
 
     def _one_by_one(self, text: bytes) -> list[Event]:
         """Events that cannot be read together: each alone, so that only the damaged ones are lost."""
@@ -220,18 +247,31 @@ class TraceReader:
         pieces = [p + b"}" for p in pieces[:-1]] + pieces[-1:]
         i = 0
         while i < len(pieces):
-            for width in range(1, min(_MAX_JOIN, len(pieces) - i) + 1):
-                try:
-                    event = _loads(b",".join(pieces[i : i + width]))
-                except ValueError:
-                    continue
+            width, event = self._first_event(pieces[i : i + _MAX_JOIN])
+            if width:
                 events += _only_events([event])
-                i += width
-                break
+                self._in_a_row = 0
             else:
                 self._unreadable += 1
-                i += 1
+                self._in_a_row += 1
+            i += max(1, width)
         return events
+
+    def _first_event(self, pieces: list[bytes]) -> tuple[int, Any]:
+        """How many of the pieces are the first event, 0 when it is damaged, and the event."""
+        load = _loads if self._unreadable < _MOST_MENDED else orjson.loads
+        with contextlib.suppress(ValueError):
+            return 1, load(pieces[0])
+        depth = quotes = 0
+        for width, piece in enumerate(pieces, 1):
+            depth += piece.count(b"{") - piece.count(b"}")
+            quotes += piece.count(b'"') - piece.count(b'\\"')
+            if depth <= 0 and quotes % 2 == 0:  # it is closed here: more pieces are no part of it
+                if width > 1:
+                    with contextlib.suppress(ValueError):
+                        return width, load(b",".join(pieces[:width]))
+                break
+        return 0, None
 
 
 def _loads(text: bytes) -> Any:
@@ -242,6 +282,8 @@ def _loads(text: bytes) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
+        if not _MENDABLE.search(text):
+            raise
         text = _LONE_SURROGATE.sub(rb"\\ufffd", text)
     try:
         try:
@@ -251,6 +293,18 @@ def _loads(text: bytes) -> Any:
             return json.loads(repaired.decode("utf-8", "replace"), strict=False)
     except RecursionError as e:
         raise ValueError("nested too deeply") from e
+
+
+def _tail_fields(text: bytes) -> dict[str, Any] | None:
+    """The fields in the text after the list of events; None when it is not what ends a file."""
+    text = text.strip().removeprefix(b",").strip()
+    if text in (b"", b"}"):
+        return {}
+    try:
+        fields = _loads(b"{" + text)
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) else None
 
 
 def _only_events(items: list[Any]) -> list[Event]:

@@ -118,7 +118,8 @@ def model() -> list[str]:
 @pytest.fixture
 def start(model: list[str]) -> list[str]:
     """Options that are enough for a real start."""
-    return [*model, "--num-rollout", "2", "--rm-type", "exact-match", "--n-samples-per-prompt", "4"]
+    reward = ["--rm-type", "exact-match", "--label-key", "label"]
+    return [*model, "--num-rollout", "2", *reward, "--n-samples-per-prompt", "4"]
 
 
 @pytest.fixture

@@ -143,10 +143,12 @@ def test_all_errors_of_all_layers_come_together(workspace: Path, model: list[str
 
 def test_a_value_that_could_not_be_read_causes_no_second_error(workspace: Path) -> None:
     argv = ["--hf-chekpoint", "small", "--prompt-data", "prompts.jsonl", "--rm-type", "math", "--num-rolout", "3"]
+    argv += ["--lable-key", "label"]
     found = problems([*argv, "--use-dynamic-batch-size", "--max-tokens-per-gpu", "many", "--n-samples-per-prompt", "2"])
     assert found == [
         "--hf-chekpoint: no such option; did you mean --hf-checkpoint?",
         "--num-rolout: no such option; did you mean --num-rollout?",
+        "--lable-key: no such option; did you mean --label-key?",
         "--max-tokens-per-gpu: expected an integer, found 'many'",
     ]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ from relax_train.models.architectures import model_shape, unsupported
 from relax_train.settings.checkpoint import LATEST, ROLLOUT_ID
 from relax_train.settings.model import read_hf_config
 
+from relax_cli.checks.data_checks import resume_problem
 from relax_cli.checks.weight_files import weight_problems
 from relax_cli.cluster.placement import SIZES
 from relax_cli.config.derive import PATHS
@@ -35,6 +37,14 @@ _WRITTEN = (
     "wandb_dir",
 )
 _FIELD = re.compile(r"\{rollout_id:?(0?[1-9]?[0-9]?d?)\}")
+_BESIDE_WEIGHTS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
 _LONGEST_PATH = 3800
 """Bytes of a path: Linux takes 4,095, and the names of what is in a checkpoint stand behind it."""
 
@@ -42,7 +52,7 @@ _LONGEST_PATH = 3800
 def file_problems(config: RunConfig) -> Problems:
     """Lists what is wrong with files that are there; missing ones matter to a start alone (:func:`file_needs`)."""
     found = [*_home_problems(config), *_name_problems(config), *_overwriting_problems(config)]
-    return [*found, *_weight_problems(config), *_resume_problems(config)]
+    return [*found, *_weight_problems(config), *_tokenizer_problems(config), *_resume_problems(config)]
 
 
 def file_needs(config: RunConfig) -> Problems:
@@ -211,6 +221,25 @@ def _weight_problems(config: RunConfig) -> Problems:
     return found
 
 
+def _tokenizer_problems(config: RunConfig) -> Problems:
+    """Small files beside the weights that are damaged: the engine would name none of them, after minutes of loading."""
+    found = []
+    folder = config.train.model.hf_checkpoint
+    for name in _BESIDE_WEIGHTS if folder else ():
+        path = os.path.join(folder, name)
+        if not os.path.isfile(path):
+            continue
+        try:
+            content = Path(path).read_bytes()
+            if content.startswith(b"version https://git-lfs"):
+                raise ValueError("it is a pointer of Git LFS, not the file itself (git lfs pull)")
+            if not isinstance(json.loads(content), dict):
+                raise ValueError("it holds no JSON object")
+        except (OSError, ValueError, RecursionError) as error:
+            found.append(f"--hf-checkpoint: {path} cannot be read ({error}); download it again")
+    return found
+
+
 def _resume_problems(config: RunConfig) -> Problems:
     """A checkpoint of ``--load`` that this run could not go on with."""
     load, model = config.train.checkpoint.load, config.train.model
@@ -235,6 +264,7 @@ def _resume_problems(config: RunConfig) -> Problems:
         rollout = saved["extra"].get("rollout")
         if rollout is not None and not config.debug.debug_train_only:
             found.append(_rollout_problem(rollout, folder, whole=found == [None]))
+            found.append(resume_problem(rollout, config))
         found.append(manifest.architecture_problem(saved, read_hf_config(model.hf_checkpoint), folder))
         found.append(manifest.layout_problem(saved, sizes, folder))
         on_gpu = None if config.placement is None else config.placement.device == "cuda"

@@ -7,6 +7,7 @@ from relax_train.models.architectures import model_shape
 from relax_train.models.shape import ModelShape
 from relax_train.settings.model import read_hf_config
 
+from relax_cli.checks.data_checks import data_rows
 from relax_cli.checks.lengths import context_lengths, micro_batch_tokens
 from relax_cli.checks.staleness_checks import most_open
 from relax_cli.cluster.placement import Placement
@@ -66,6 +67,7 @@ def _run(config: RunConfig) -> Rows:
     if run.num_epoch is not None:
         length = f"{run.num_epoch} passes over the prompt data"
     rows = [("mode", mode), ("length", length), ("prompts", " ".join(config.data.prompt_data) or "saved samples")]
+    rows += data_rows(config)
     if run.eval_interval is not None:
         names = ", ".join(config.eval.eval_prompt_data[::2])
         before = "" if run.skip_eval_before_train else "before the first and "

@@ -10,6 +10,7 @@ from relax_train.models.architectures import ARCHITECTURES, model_shape, unsuppo
 from relax_train.settings.model import read_hf_config
 
 from relax_cli.checks.algorithm_checks import algorithm_problems, algorithm_warnings
+from relax_cli.checks.data_checks import data_needs, data_problems, data_warnings
 from relax_cli.checks.file_checks import file_needs, file_problems
 from relax_cli.checks.lengths import ENGINE_MARGIN, micro_batch_tokens
 from relax_cli.checks.staleness_checks import staleness_problems, staleness_warnings
@@ -50,11 +51,12 @@ def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problem
         algorithm_problems,
         _schedule_problems,
         _eval_problems,
+        data_problems,
         _debug_problems,
     ]
     for check in checks:
         wrong += check(config)
-    needed = _start_needs(config)
+    needed = [*_start_needs(config), *data_needs(config)]
     if not planning:
         needed += _machine_problems(config)
     return list(dict.fromkeys(wrong)), list(dict.fromkeys(needed))
@@ -366,6 +368,7 @@ def warnings_of(config: RunConfig) -> list[str]:
         several = " (with the one optimizer step a rollout of this run they do not)" if step == samples else ""
         found.append(f"--balance-data: responses to one prompt may fall into different training steps{several}")
     found += staleness_warnings(config) + algorithm_warnings(config, steps=samples // step)
+    found += data_warnings(config)
     if not config.debug.debug_rollout_only and placement is not None and step < placement.dp:
         found.append(
             f"an optimizer step has {step} samples for {placement.dp} data-parallel ranks, so {placement.dp - step} of "

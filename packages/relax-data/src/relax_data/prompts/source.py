@@ -142,6 +142,7 @@ class MemoryPromptSource:
         return {
             "kind": "memory",
             "files": self._files.state(),
+            "rendering": self._builder.rendering(),
             "prompts": len(self._prompts),
             "shuffle": self._settings.rollout_shuffle,
             "seed": self._settings.rollout_seed,
@@ -155,6 +156,7 @@ class MemoryPromptSource:
         check_kind(state, "memory")
         self._files.check(state["files"])
         check_same_order(state, self._settings)
+        self._builder.check_rendering(state)
         if state["prompts"] != len(self._prompts):
             raise DataError(
                 f"the checkpoint has {state['prompts']} prompts an epoch, now there are {len(self._prompts)}: "

@@ -235,6 +235,7 @@ class StreamingPromptSource:
         return {
             "kind": "stream",
             **self._rows.state(),
+            "rendering": self._builder.rendering(),
             "position": self._position,
             "prompt_id": self._prompt_id,
             "found_in_epoch": self._found_in_epoch,
@@ -245,6 +246,7 @@ class StreamingPromptSource:
         """Goes to the position of :meth:`state_dict`; :class:`DataError` when data or order differ."""
         check_kind(state, "stream")
         check_same_order(state, self._settings)
+        self._builder.check_rendering(state)
         self._rows.check(state)
         self._position, self._prompt_id = state["position"], state["prompt_id"]
         self._found_in_epoch = state["found_in_epoch"]

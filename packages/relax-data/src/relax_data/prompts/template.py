@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import hashlib
+import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -9,6 +11,7 @@ from decimal import Decimal
 from typing import Any, TypeVar
 
 from relax_data.errors import DataError
+from relax_data.options import flag
 from relax_data.prompts.messages import check_rendered, parsed_json, read_messages, read_tools
 from relax_data.readers.base import Row
 from relax_data.settings import DataSettings
@@ -95,6 +98,22 @@ class PromptBuilder:
             # One of them stopped it: each alone, so that its row is named.
             return [None if d is None else self._usable(self._finish_alone, d, d.source) for d in drafts]
         return [None if d is None else self._finish(d, next(tokens)) for d in drafts]
+
+    def untokenised(self, sourced: SourcedRow) -> Prompt:
+        """The prompt of a row without its tokens; counts nothing.
+
+        Raises:
+            DataError: the row is unusable.
+        """
+        return self._draft(sourced.row, sourced.source)
+
+    def rendering(self) -> dict[str, Any]:
+        """What a prompt depends on beside its row, for a checkpoint; see :func:`check_rendering`."""
+        return rendering(self._settings, getattr(self._tokenizer, "chat_template", None))
+
+    def check_rendering(self, state: dict[str, Any]) -> None:
+        """Raises :class:`DataError` when a source's ``state`` is of prompts that were made otherwise."""
+        check_rendering(state.get("rendering"), self._settings, getattr(self._tokenizer, "chat_template", None))
 
     def check(self, sourced: SourcedRow) -> None:
         """Raises :class:`DataError` when the row is unusable; counts nothing."""
@@ -208,13 +227,51 @@ class PromptBuilder:
         return found
 
 
-def _required(row: Row, key: str, flag: str, source: str) -> Any:
+_OF_TEMPLATE = ("tool_key", "system_prompt", "apply_chat_template_kwargs")
+
+
+def rendering(settings: DataSettings, chat_template: str | dict[str, str] | None) -> dict[str, Any]:
+    """What a prompt depends on beside its row: options by name, and a hash of the chat template when it is used."""
+    names = ("input_key", "label_key", "apply_chat_template", *(_OF_TEMPLATE if settings.apply_chat_template else ()))
+    found = {name: getattr(settings, name) for name in names}
+    if settings.apply_chat_template:
+        text = json.dumps(chat_template, sort_keys=True)
+        found["chat_template"] = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return found
+
+
+def check_rendering(
+    saved: dict[str, Any] | None, settings: DataSettings, chat_template: str | dict[str, str] | None
+) -> None:
+    """Holds that prompts are made as they were when a checkpoint was written.
+
+    Args:
+        saved: of :func:`rendering`; None, in checkpoints of before it was kept, says nothing.
+
+    Raises:
+        DataError: they are made otherwise.
+    """
+    now = rendering(settings, chat_template)
+    for name, value in now.items():
+        if saved is None or name not in saved or saved[name] == value:
+            continue
+        if name == "chat_template":
+            what = "the chat template of --hf-checkpoint is another than at the checkpoint: put it back"
+        else:
+            what = f"{flag(name)} is {value!r} and was {saved[name]!r} at the checkpoint: set it as it was"
+        raise DataError(
+            f"{what}, since an exact resume needs the same prompts, or start a new run from the saved weights "
+            "(--hf-checkpoint instead of --load)"
+        )
+
+
+def _required(row: Row, key: str, named_by: str, source: str) -> Any:
     value = row.get(key)
     # A column of numbers has NaN where a value is missing.
     if value is None or (isinstance(value, float) and math.isnan(value)):
         missing = f"is missing (the row has {', '.join(map(repr, row)) or 'no key'})"
         state = missing if key not in row else "is null" if value is None else "is not a number (NaN)"
-        raise DataError(f"{source}: key {key!r} {state}; {flag} names it")
+        raise DataError(f"{source}: key {key!r} {state}; {named_by} names it")
     return value
 
 

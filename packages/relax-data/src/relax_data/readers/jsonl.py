@@ -62,6 +62,11 @@ def _pread(fd: int, size: int, offset: int) -> bytes:
     return b"".join(parts)
 
 
+def decoded(path: str, first: int, lines: list[bytes]) -> list[Row | DataError | None]:
+    """The rows in lines of a file, of which the first has the number ``first`` (0-based)."""
+    return _JsonlBlock(path, first, lines).rows(range(len(lines)))
+
+
 class _JsonlBlock:
     def __init__(self, name: str, first: int, lines: list[bytes]):
         self._name, self._first, self._lines = name, first, lines

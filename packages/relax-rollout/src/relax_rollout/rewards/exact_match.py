@@ -2,7 +2,7 @@
 
 import math
 from decimal import Decimal
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from relax_data.types import Sample
 
@@ -27,15 +27,23 @@ class ExactMatch(Reward):
         return [float(s.response.strip() in self._answers(s)) for s in samples]
 
     def _answers(self, sample: Sample) -> set[str]:
-        label = sample.prompt.label
-        if isinstance(label, str):
-            return {label.strip()}
-        if isinstance(label, bool):
-            return {str(label), str(label).lower()}
-        if isinstance(label, int | float | Decimal) and math.isfinite(label):
-            whole = {str(int(label))} if label == int(label) else set()
-            return {str(label), *whole}
-        raise RewardError(
-            f"{sample.name}: {self.name} compares text, but the label is {shown(label)}; give a label that is text "
-            "or a number with --label-key, or compare with a function of your own (--custom-rm-path)"
-        )
+        found = answers(sample.prompt.label)
+        if not found:
+            raise RewardError(
+                f"{sample.name}: {self.name} compares text, but the label is {shown(sample.prompt.label)}; give a "
+                "label that is text or a number with --label-key, or compare with a function of your own "
+                "(--custom-rm-path)"
+            )
+        return found
+
+
+def answers(label: Any) -> set[str]:
+    """The texts that meet a label; none when it is neither a text nor a finite number."""
+    if isinstance(label, str):
+        return {label.strip()}
+    if isinstance(label, bool):
+        return {str(label), str(label).lower()}
+    if isinstance(label, int | float | Decimal) and math.isfinite(label):
+        whole = {str(int(label))} if label == int(label) else set()
+        return {str(label), *whole}
+    return set()

@@ -5,7 +5,7 @@ help. What a builder needs is imported when it is called, so that the settings c
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from relax_rollout.rewards.base import Reward
@@ -44,3 +44,26 @@ def math(settings: RewardOptions) -> "Reward":
 
 REWARDS: dict[str, RewardBuilder] = {"exact-match": exact_match, "math": math}
 """By the name for ``--rm-type``: what builds the reward."""
+
+
+def _exact_match_label(label: Any) -> str | None:
+    from relax_rollout.rewards.exact_match import answers
+
+    return None if answers(label) else "compares text, and this is neither a text nor a number"
+
+
+def _math_label(label: Any) -> str | None:
+    from relax_rollout.rewards.math_labels import LabelError, label_text, read_label
+
+    text = label_text(label)
+    if text is None:
+        return "compares with a text or a number, and this is neither"
+    try:
+        read_label(text)
+    except LabelError as error:
+        return f"cannot compare with it: {error}"
+    return None
+
+
+LABEL_PROBLEMS: dict[str, Callable[[Any], str | None]] = {"exact-match": _exact_match_label, "math": _math_label}
+"""By the reward types that need a label: what is wrong with one, or None. It is asked before a run starts."""

@@ -6,6 +6,7 @@ import pytest
 from relax_cli.checks.lengths import ContextLengths, context_lengths
 from relax_cli.checks.plan import plan_text
 from relax_cli.config.resolution import resolve
+from relax_cli.config.run_config import ConfigError
 
 START = ("--hf-checkpoint", "small", "--prompt-data", "prompts.jsonl", "--rm-type", "math", "--num-rollout", "1")
 
@@ -50,3 +51,9 @@ def test_the_plan_says_what_bounds_a_sample(workspace: Path) -> None:
     (line,) = (line for line in text.splitlines() if "longest sample" in line)
     assert "1500 tokens, what a micro-batch holds (--max-tokens-per-gpu)" in line
     assert "--rollout-max-context-len sets it" in line
+
+
+def test_the_engine_is_not_given_more_positions_than_the_model_has(workspace: Path) -> None:
+    with pytest.raises(ConfigError, match="--sglang-context-length 4096 is more than the model's") as refused:
+        resolve([*START, "--label-key", "label", "--sglang-context-length", "4096"], {})
+    assert len(refused.value.problems) == 1

@@ -189,6 +189,12 @@ def _model_problems(config: RunConfig) -> Problems:
             f"--rollout-max-context-len {longest} is more than the model's max_position_embeddings "
             f"{shape.max_positions}: lower it"
         )
+    by_hand = str(config.sglang.sglang_extra.get("context_length", ""))
+    if by_hand.isdigit() and shape.max_positions is not None and int(by_hand) > shape.max_positions:
+        found.append(
+            f"--sglang-context-length {by_hand} is more than the model's max_position_embeddings "
+            f"{shape.max_positions}: the trainer does not scale positions; lower it"
+        )
     return found
 
 

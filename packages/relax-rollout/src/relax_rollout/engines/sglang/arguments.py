@@ -28,6 +28,56 @@ _SECRET = "the engine listens on a private address and its client sends no key"
 _TLS = "the engine's client speaks plain HTTP on a private address"
 _OTHER_SERVER = "the engine is SGLang's HTTP server; this starts another kind of server"
 
+_ONE_SIDED: Mapping[str, str] = MappingProxyType(
+    {
+        "the engine would compute with other numbers than the trainer, which knows no such precision": (
+            "quantization quantization-param-path quantize-and-serve torchao-config modelopt-quant "
+            "modelopt-checkpoint-restore-path modelopt-checkpoint-save-path modelopt-export-path rl-quant-profile "
+            "kv-cache-dtype enable-tf32-matmul enable-quant-communications deepep-dispatcher-output-dtype "
+            "enable-deepseek-v4-fp4-indexer flashinfer-mxfp4-moe-precision mamba-ssm-dtype int8-mamba-ckpt-size "
+            "enable-int8-mamba-checkpoint enable-mamba-cache-stochastic-rounding mamba-cache-philox-rounds"
+        ),
+        "the weights are those of --hf-checkpoint and then the trainer's": (
+            "load-format model-loader-extra-config custom-weight-loader model-config-parser revision "
+            "decrypted-config-file decrypted-draft-config-file modelexpress-config kt-cpuinfer "
+            "kt-max-deferred-experts-per-token kt-method kt-num-gpu-experts kt-threadpool-count kt-weight-path "
+            "remote-instance-weight-loader-backend remote-instance-weight-loader-seed-instance-ip "
+            "remote-instance-weight-loader-seed-instance-service-port "
+            "remote-instance-weight-loader-send-weights-group-ports "
+            "remote-instance-weight-loader-start-seed-via-transfer-engine weight-cache-socket weight-cache-timeout"
+        ),
+        "new weights are sent under the names of SGLang's own models": "model-impl",
+        "the trainer has no adapters": (
+            "enable-lora enable-lora-overlap-loading experts-shared-outer-loras lora-backend lora-drain-wait-threshold "
+            "lora-eviction-policy lora-paths lora-strict-loading lora-target-modules lora-use-virtual-experts "
+            "max-loaded-loras max-lora-chunk-size max-lora-rank max-loras-per-batch"
+        ),
+        "the trainer computes the model as it is written in --hf-checkpoint": (
+            "forward-hooks debug-tensor-dump-input-file dllm-algorithm dllm-algorithm-config dllm-fdfo enable-hisparse "
+            "hisparse-config is-embedding language-only prefill-only-disable-kv-cache"
+        ),
+        "a token would be taken that the model would not have sampled": (
+            "speculative-accept-threshold-acc speculative-accept-threshold-single enable-strict-thinking"
+        ),
+        "the prompt would be another one than is trained": (
+            "allow-auto-truncate mm-process-config disable-fast-image-processor enable-precise-embedding-interpolation"
+        ),
+        "prompts come to the engine as tokens; use --apply-chat-template and --apply-chat-template-kwargs": (
+            "chat-template hf-chat-template-name completion-template default-chat-template-kwargs"
+        ),
+        "each request says how it is sampled; use the options --rollout-temperature and the like": (
+            "preferred-sampling-params sampling-defaults"
+        ),
+        "it would delete the weights that the trainer reads": "delete-ckpt-after-loading",
+        "keys and values of older weights could come back from a storage outside of the engine": (
+            "hicache-storage-backend hicache-storage-backend-extra-config hicache-storage-prefetch-policy "
+            "enable-lmcache lmcache-config-file enable-flexkv flexkv-config-file"
+        ),
+    }
+)
+"""By the reason: further arguments that would change what one side computes, or would have no effect."""
+
+
 OWNED: Mapping[str, str] = MappingProxyType(
     {
         "model-path": "the model is the one that is trained; use --hf-checkpoint",
@@ -69,6 +119,13 @@ OWNED: Mapping[str, str] = MappingProxyType(
         "smg-grpc-mode": _OTHER_SERVER,
         "encoder-only": _OTHER_SERVER,
         "disaggregation-mode": _OTHER_SERVER,
+        "encoder-urls": _OTHER_SERVER,
+        "sidecar": _OTHER_SERVER,
+        "sidecar-args": _OTHER_SERVER,
+        "encoder-register-urls": _OTHER_SERVER,
+        "pp-size": "the GPUs of an engine share each layer; use --rollout-num-gpus-per-engine",
+        "skip-tokenizer-init": _CLIENT,
+        **{name: reason for reason, names in _ONE_SIDED.items() for name in names.split()},
     }
 )
 """Arguments that the system sets itself, each with the reason and what to use instead."""

@@ -59,7 +59,7 @@ def _lines(path: str, start: int, stop: int) -> list[bytes]:
                 if not line or left < 0:
                     break
                 if number >= start:
-                    lines.append(line.rstrip(b"\r\n"))
+                    lines.append(line.removesuffix(b"\n"))
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     return lines

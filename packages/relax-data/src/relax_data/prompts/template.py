@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from relax_data.errors import DataError
 from relax_data.options import flag
 from relax_data.prompts.messages import check_rendered, parsed_json, read_messages, read_tools
+from relax_data.prompts.token_bound import characters_a_token, fewest_tokens
 from relax_data.readers.base import Row
 from relax_data.settings import DataSettings
 from relax_data.types import Messages, Prompt
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _EXAMPLES = 3
+_LONG_TEXT = 100_000
+"""Characters from which on it is worth asking whether a text must be tokenised at all."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,6 +79,8 @@ class PromptBuilder:
         self._settings = settings
         self._tokenizer = tokenizer
         self.drops = Drops()
+        self._bound: tuple[int, bool] | None = None
+        self._asked_bound = False
         if settings.apply_chat_template and not getattr(tokenizer, "chat_template", True):
             raise DataError(
                 "--apply-chat-template: the tokenizer has no chat template; leave the flag out for plain text prompts, "
@@ -90,7 +95,7 @@ class PromptBuilder:
         Raises:
             DataError: a row is unusable and ``skip_bad_rows`` is off; names file, line and key.
         """
-        drafts = [self._usable(self._draft, r.row, r.source) for r in rows]
+        drafts = [self._short_enough(self._usable(self._draft, r.row, r.source)) for r in rows]
         texts = [d.text for d in drafts if d is not None]
         try:
             tokens = iter(self._tokenise(texts))
@@ -98,6 +103,24 @@ class PromptBuilder:
             # One of them stopped it: each alone, so that its row is named.
             return [None if d is None else self._usable(self._finish_alone, d, d.source) for d in drafts]
         return [None if d is None else self._finish(d, next(tokens)) for d in drafts]
+
+    def _short_enough(self, draft: Prompt | None) -> Prompt | None:
+        """The prompt, or None for one that the length limit drops whatever its tokens are: tokenising it is dear."""
+        limit = self._settings.rollout_max_prompt_len
+        if draft is None or limit is None or len(draft.text) < max(_LONG_TEXT, limit):
+            return draft
+        if not self._asked_bound:
+            self._bound, self._asked_bound = characters_a_token(self._tokenizer), True
+        if self._bound is None:
+            return draft
+        least = fewest_tokens(draft.text, self._bound) - 1  # a second begin-of-sequence is taken away
+        if least <= limit:
+            return draft
+        self._drop_long(limit, f"{draft.source} has more than {least} tokens")
+        return None
+
+    def _drop_long(self, limit: int, example: str) -> None:
+        self.drops.add(f"longer than --rollout-max-prompt-len {limit}", example)
 
     def untokenised(self, sourced: SourcedRow) -> Prompt:
         """The prompt of a row without its tokens; counts nothing.
@@ -160,7 +183,7 @@ class PromptBuilder:
     def _finish(self, draft: Prompt, ids: Sequence[int]) -> Prompt | None:
         limit = self._settings.rollout_max_prompt_len
         if limit is not None and len(ids) > limit:
-            self.drops.add(f"longer than --rollout-max-prompt-len {limit}", f"{draft.source} has {len(ids)} tokens")
+            self._drop_long(limit, f"{draft.source} has {len(ids)} tokens")
             return None
         if not ids:
             self.drops.add("no token in the prompt", draft.source)

@@ -62,11 +62,13 @@ def _content(path: Path) -> bytes:
     if packed[:2] != b"\x1f\x8b":
         return packed
     most = _FEW_BYTES + _MOST_UNPACKED * len(packed)
+    content = bytearray()
     try:
         with gzip.open(io.BytesIO(packed)) as f:
-            content = f.read(most + 1)
+            while len(content) <= most and (piece := f.read(1 << 20)):
+                content += piece
     except (EOFError, OSError, zlib.error) as e:
         raise NotASnapshot(f"{path}: its compressed data is cut off or damaged ({e})") from e
     if len(content) > most:
         raise NotASnapshot(f"{path}: unpacks to more than {_MOST_UNPACKED} times its size, which no snapshot does")
-    return content
+    return bytes(content)

@@ -27,7 +27,7 @@ _BOUNDARY_TRIES = 40
 _MAX_JOIN = 8
 _MAX_HEAD = 64 << 20
 # No event is that long: it is damage, or a small file that unpacks to more than the memory holds.
-_MAX_EVENT = 16 << 20
+_MAX_EVENT = 4 << 20
 # After this many damaged events they are no longer mended, and after this many in a row nothing more is read.
 _MOST_MENDED = 50_000
 _MOST_IN_A_ROW = 200_000

@@ -43,7 +43,9 @@ def answers(label: Any) -> set[str]:
         return {label.strip()}
     if isinstance(label, bool):
         return {str(label), str(label).lower()}
-    if isinstance(label, int | float | Decimal) and math.isfinite(label):
+    if isinstance(label, int):  # of any size: not all are floats
+        return {str(label)}
+    if isinstance(label, float | Decimal) and math.isfinite(label):
         whole = {str(int(label))} if label == int(label) else set()
         return {str(label), *whole}
     return set()

@@ -14,7 +14,7 @@ import random
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from relax_cli.workers.rollout_worker import RolloutWorker
 from relax_cli.workers.trainer_group import TrainerGroup
 from relax_data.types import Prompt, Sample, SampleGroup, StepManifest, TrainBatch
 from relax_rollout.engines.base import GenerateRequest, GenerateResult
+from relax_rollout.engines.pool import EngineReport, EngineState, as_pool
 from relax_rollout.loop.rollout_loop import RolloutLoop
 from relax_rollout.loop.runner import GroupRunner
 from relax_rollout.settings import RolloutSettings
@@ -48,7 +49,7 @@ POINTS = {
     "generating": 40,
     "scoring": 12,
     "filtering": 8,
-    "starting a sample again": 2,
+    "starting a sample again": 0,
     "between close and optimizer step": 5,
     "after the optimizer step": 5,
     "between report and save": 5,
@@ -202,8 +203,14 @@ class Rollout(RolloutWorker):
         self._life.reach("evaluating")
         return {"eval/held-out/reward": 0.5}
 
+    def check_engines(self) -> list[EngineReport]:
+        return [EngineReport("engine0", EngineState.SERVING, 0, "")]
+
+    def engine_reports(self) -> list[EngineReport]:
+        return self.check_engines()
+
     def weight_versions(self) -> list[int]:
-        (engine,) = self.real._loop.engines
+        (engine,) = as_pool(self.real._loop.engines).serving
         assert isinstance(engine, ScriptedEngine)
         self._life.reach("after the push")
         return [engine.version]
@@ -239,7 +246,7 @@ class Ranks(TrainerGroup):
         self._life.reach("after the optimizer step")
         return {"train/loss": 0.0}
 
-    def push_weights(self, version: int) -> None:
+    def push_weights(self, version: int, engines: Sequence[str] | None = None) -> None:
         self._life.reach("before the push")
         self._engine.version = version
 
@@ -286,14 +293,15 @@ class Run:
     def __init__(self, folder: Path, seed: int, events: asyncio.AbstractEventLoop) -> None:
         self.draw = draw = random.Random(seed)
         self.folder, self.events = folder, events
-        self.total = draw.randint(1, 12)
+        restarts = list(POINTS)[seed % len(POINTS)] == "starting a sample again"  # it is to die there, so it gets there
+        self.total = draw.randint(8 if restarts else 1, 12)
         self.rejected = {i for i in range(self.total) if draw.random() < 0.2}
         batch = draw.randint(1, 3)
-        partial = draw.random() < 0.6
+        partial = draw.random() < 0.6 and not restarts
         self.max_staleness = draw.choice([None, 0, 1, 2])
         self.settings = RolloutSettings(
             rollout_batch_size=batch,
-            over_sampling_batch_size=batch + draw.randint(0, 3),
+            over_sampling_batch_size=batch + draw.randint(2 if restarts else 0, 3),
             n_samples_per_prompt=draw.randint(1, 2),
             rollout_max_response_len=LONGEST,
             partial_rollout=partial,
@@ -361,7 +369,8 @@ class Run:
             return None
         finally:
             trackers.__exit__(None, None, None)
-            engine = workers.rollout.real._loop.engines[0]  # type: ignore[attr-defined]
+            engine = as_pool(workers.rollout.real._loop.engines).serving[0]  # type: ignore[attr-defined]
+            assert isinstance(engine, ScriptedEngine)
             self.continued += engine.continued
             self.resumed += life.resumed_half_done
         return workers

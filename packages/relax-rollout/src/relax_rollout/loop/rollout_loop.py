@@ -386,9 +386,9 @@ class RolloutLoop:
             )
         opened = [OpenGroup(g.start_version, g.prompt.prompt_id) for g in at_rest if g.start_version is not None]
         for late in surplus(opened, self._bound, step=rollout.version, overdue=rollout.overdue(at_rest)):
-            group = self.ledger.group(late.prompt_id)
-            assert group is not None, "an open group is in the ledger"
-            self._restart(rollout, group, lambda sample: True)
+            old = self.ledger.group(late.prompt_id)
+            assert old is not None, "an open group is in the ledger"
+            self._restart(rollout, old, lambda sample: True)
 
     def _restart(self, rollout: RolloutContext, group: SampleGroup, unusable: Callable[[Sample], bool]) -> None:
         again = [s for s in group.samples if s.tokens and unusable(s)]

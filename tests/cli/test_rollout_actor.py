@@ -56,9 +56,10 @@ def test_an_unusable_filter_is_found_before_the_engines_load(task: Any, tmp_path
 
 
 def test_an_unreadable_line_is_named(task: Any, tmp_path: Path) -> None:
-    (tmp_path / "broken.jsonl").write_text('{"input": "1", "label": "1"}\n{"input": "2", "label": "2"}\n{"input": \n')
+    good = '{"input": "1", "label": "1"}\n' * 40  # more than the plan looks at
+    (tmp_path / "broken.jsonl").write_text(good + '{"input": \n')
     config = resolve(task.flags(prompt_data="broken.jsonl"), {})
-    with pytest.raises(ValueError, match=r"broken\.jsonl:3"):
+    with pytest.raises(ValueError, match=r"broken\.jsonl:41"):
         RolloutActor(config)
 
 

@@ -20,7 +20,7 @@ SPECULATION = """
     speculative-num-steps speculative-skip-dp-mlp-sync speculative-token-map speculative-use-rejection-sampling
 """
 
-# What is logged, measured, dumped and checked.
+# What is logged, measured, dumped and checked, and code of the user that a pass calls (``forward-hooks``).
 WATCHING = """
     bucket-e2e-request-latency bucket-inter-token-latency bucket-time-to-first-token collect-tokens-histogram
     crash-dump-folder debug-cuda-graph debug-tensor-dump-layers debug-tensor-dump-output-folder
@@ -28,7 +28,8 @@ WATCHING = """
     enable-layerwise-nvtx-marker enable-metrics enable-metrics-for-all-schedulers enable-mfu-metrics
     enable-profile-cuda-graph enable-request-time-stats-logging enable-torch-compile-debug-mode enable-trace
     expert-distribution-recorder-buffer-size expert-distribution-recorder-mode export-metrics-to-file
-    export-metrics-to-file-dir extra-metric-labels forward-pass-metrics-ipc-name forward-pass-metrics-worker-id
+    export-metrics-to-file-dir extra-metric-labels forward-hooks forward-pass-metrics-ipc-name
+    forward-pass-metrics-worker-id
     gc-threshold gc-warning-threshold-secs generation-tokens-buckets kv-canary kv-canary-real-data
     kv-canary-sweep-interval kv-events-config load-snapshot-publish-interval log-level log-level-http
     log-requests log-requests-format log-requests-level log-requests-target model-checksum msprobe-dump-config

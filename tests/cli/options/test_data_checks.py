@@ -12,8 +12,10 @@ from command_words import changed
 from relax_cli.checks.plan import plan_text
 from relax_cli.config.resolution import resolve
 from relax_cli.config.run_config import ConfigError
+from relax_data.prompts.ledger import PromptLedger
 from relax_data.prompts.open import open_prompts
 from relax_data.prompts.preview import FolderTokenizer, first_rows
+from relax_data.prompts.saved_groups import SAMPLES_FILE
 from relax_data.readers.files import FileSlice
 from relax_data.serialization import STATE_FORMAT
 from relax_data.settings import DataSettings
@@ -215,7 +217,9 @@ def resumed(workspace: Path, chat_folder: Path, checkpoint: Path, start: list[st
     state = open_prompts(settings, AutoTokenizer.from_pretrained(chat_folder)).state_dict()
     file = checkpoint / manifest.MANIFEST
     content = json.loads(file.read_text())
-    content["extra"]["rollout"] = {"format": STATE_FORMAT, "source": state}
+    ledger = PromptLedger().state_dict()
+    (checkpoint / SAMPLES_FILE).write_bytes(ledger.pop("samples"))
+    content["extra"]["rollout"] = {"format": STATE_FORMAT, "source": state, "ledger": ledger, "dropped": []}
     file.write_text(json.dumps(content))
     manifest.record_files(checkpoint)
     resolve(words, {})

@@ -53,7 +53,7 @@ _ONE_SIDED: Mapping[str, str] = MappingProxyType(
             "max-loaded-loras max-lora-chunk-size max-lora-rank max-loras-per-batch"
         ),
         "the trainer computes the model as it is written in --hf-checkpoint": (
-            "forward-hooks debug-tensor-dump-input-file dllm-algorithm dllm-algorithm-config dllm-fdfo enable-hisparse "
+            "debug-tensor-dump-input-file dllm-algorithm dllm-algorithm-config dllm-fdfo enable-hisparse "
             "hisparse-config is-embedding language-only prefill-only-disable-kv-cache"
         ),
         "a token would be taken that the model would not have sampled": (

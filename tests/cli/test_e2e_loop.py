@@ -189,7 +189,7 @@ def test_the_example_runs_as_it_is_shipped(relax: Callable[..., Any], tmp_path: 
     evals = [m["eval/heldout/reward"] for m in run.metrics() if "eval/heldout/reward" in m]
     assert 0 < evals[0] < 0.7, "the start model is right now and then"
     assert max(m["train/logprob_diff_max"] for m in run.steps()) < 1e-4
-    assert {name for m in run.metrics() for name in m} <= documented_metrics() | {"step", "time"}
+    assert {name for m in run.metrics() for name in m} <= documented_metrics() | {"step", "time", "histograms"}
     assert run.survivors() == []
 
 

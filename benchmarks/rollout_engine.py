@@ -27,17 +27,9 @@ REPEATS = 5
 
 def buckets(model: Any) -> Iterator[Bucket]:
     """All tensors of a transformers model in buckets of at most ``BUCKET_BYTES``."""
-    tensors: list[tuple[str, Any]] = []
-    size = 0
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
-            continue
-        if tensors and size + tensor.nbytes > BUCKET_BYTES:
-            yield Bucket.of(tensors)
-            tensors, size = [], 0
-        tensors.append((name, tensor))
-        size += tensor.nbytes
-    yield Bucket.of(tensors)
+    tensors = model.state_dict().items()
+    sent = [(n, t) for n, t in tensors if n != "lm_head.weight" or not model.config.tie_word_embeddings]
+    return Bucket.split(sent, BUCKET_BYTES)
 
 
 async def generation(engine: SGLangEngine, batch: int, new_tokens: int) -> float:

@@ -48,17 +48,8 @@ def make_model(folder: Path, millions: int) -> Any:
 
 def buckets(model: Any, limit: int) -> Iterator[Bucket]:
     """All tensors in buckets of at most ``limit`` bytes; a larger one alone."""
-    tensors: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight":
-            continue
-        if tensors and size + tensor.nbytes > limit:
-            yield Bucket.of(tensors)
-            tensors, size = [], 0
-        tensors.append((name, tensor))
-        size += tensor.nbytes
-    yield Bucket.of(tensors)
+    sent = [(n, t) for n, t in model.state_dict().items() if n != "lm_head.weight"]
+    return Bucket.split(sent, limit)
 
 
 def measure(server: SGLangServer, model: Any, options: argparse.Namespace, folder: Path) -> None:

@@ -43,28 +43,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder: a random Qwen3 of 0.1 M float32 parameters and a character-level chat tokenizer."""
     import torch
     from char_tokenizer import char_tokenizer
+    from tiny_models import SHAPE
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     folder = tmp_path_factory.mktemp("tiny-qwen3")
     char_tokenizer().save_pretrained(folder)
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=128,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            max_position_embeddings=2048,
-            tie_word_embeddings=True,
-            bos_token_id=2,
-            eos_token_id=1,
-            pad_token_id=0,
-            dtype="float32",
-        )
-    )
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, max_position_embeddings=2048, tie_word_embeddings=True))
     model.save_pretrained(folder)
     return folder
 

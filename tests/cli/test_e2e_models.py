@@ -30,32 +30,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def make_model(family: str, folder: Path) -> Path:
-    import torch
-    import transformers
     from char_tokenizer import char_tokenizer
+    from tiny_models import SHAPE, random_model
 
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        bos_token_id=2,
-        eos_token_id=1,
-        pad_token_id=0,
-        dtype="float32",
-        **FAMILIES[family],
-    )
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.1)
+    shape = SHAPE | {"max_position_embeddings": 256, "tie_word_embeddings": False}
+    model = random_model(family, shape | FAMILIES[family])
     model.save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
     return folder

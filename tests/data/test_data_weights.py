@@ -42,3 +42,10 @@ def test_what_is_no_bucket_is_refused() -> None:
         Bucket(("a",), ((2, 2),), "float32", torch.zeros(4, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="holds a twice"):
         Bucket.of([("a", torch.zeros(2)), ("b", torch.zeros(1)), ("a", torch.ones(1))])
+
+
+def test_split_keeps_the_order_and_gives_a_large_tensor_a_bucket_of_its_own() -> None:
+    tensors = [(f"t{i}", torch.full((n,), float(i))) for i, n in enumerate([2, 2, 9, 1, 3])]
+    buckets = list(Bucket.split(tensors, 16))
+    assert [list(bucket.names) for bucket in buckets] == [["t0", "t1"], ["t2"], ["t3", "t4"]]
+    assert [name for bucket in buckets for name, _ in bucket.items()] == [name for name, _ in tensors]

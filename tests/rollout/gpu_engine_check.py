@@ -65,17 +65,9 @@ def make_model(folder: Path) -> Path:
 
 
 def buckets(model: Any, limit: int = 512 << 20) -> Iterator[Bucket]:
-    tensors: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
-            continue
-        if tensors and size + tensor.nbytes > limit:
-            yield Bucket.of(tensors)
-            tensors, size = [], 0
-        tensors.append((name, tensor))
-        size += tensor.nbytes
-    yield Bucket.of(tensors)
+    tensors = model.state_dict().items()
+    sent = [(n, t) for n, t in tensors if n != "lm_head.weight" or not model.config.tie_word_embeddings]
+    return Bucket.split(sent, limit)
 
 
 async def push_to_ranks(engine: SGLangEngine, model: Any, version: int, tp: int) -> None:

@@ -48,36 +48,19 @@ NEW = 100
 
 
 def make_model(family: str, scaling: str, folder: Path) -> Any:
-    import transformers
+    from tiny_models import SHAPE, random_model
 
     # Of linear scaling this is the length before, of the others the length after it.
-    positions = ORIGINAL if scaling == "linear" else int(ORIGINAL * FACTOR)
-    options: dict[str, Any] = dict(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=positions,
-        tie_word_embeddings=family == "Qwen3",
-        rope_parameters={"rope_type": scaling, "rope_theta": 1e4, **SCALINGS[scaling]},
-        bos_token_id=2,
-        eos_token_id=1,
-        pad_token_id=0,
-        dtype="float32",
-    )
+    options = SHAPE | {
+        "max_position_embeddings": ORIGINAL if scaling == "linear" else int(ORIGINAL * FACTOR),
+        "tie_word_embeddings": family == "Qwen3",
+        "rope_parameters": {"rope_type": scaling, "rope_theta": 1e4, **SCALINGS[scaling]},
+    }
     if family == "Qwen2":
         del options["head_dim"]
     if family == "Qwen3Moe":
         options |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**options))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.1)  # so that attention is no mean over all tokens
+    model = random_model(family, options)
     model.save_pretrained(folder)
     return model.eval()
 

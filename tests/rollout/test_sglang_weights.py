@@ -39,17 +39,8 @@ def load(folder: Path) -> Any:
 
 def buckets_of(model: Any, limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
     """The model's own tensors in buckets; the tied output layer is not sent, as in a checkpoint."""
-    tensors: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight":
-            continue
-        if tensors and size + tensor.nbytes > limit:
-            yield Bucket.of(tensors)
-            tensors, size = [], 0
-        tensors.append((name, tensor))
-        size += tensor.nbytes
-    yield Bucket.of(tensors)
+    sent = [(n, t) for n, t in model.state_dict().items() if n != "lm_head.weight"]
+    return Bucket.split(sent, limit)
 
 
 async def push_weights(

@@ -72,6 +72,23 @@ class Bucket:
             view.copy_(tensor)
         return bucket
 
+    @classmethod
+    def split(cls, tensors: Iterable[tuple[str, Any]], max_bytes: int) -> "Iterator[Bucket]":
+        """Buckets of tensors that are at hand, in their order, each of at most ``max_bytes``; a larger tensor alone.
+
+        Args:
+            tensors: names and tensors, all of one dtype.
+        """
+        part: list[tuple[str, Any]] = []
+        size = 0
+        for name, tensor in tensors:
+            if part and size + tensor.nbytes > max_bytes:
+                yield cls.of(part)
+                part, size = [], 0
+            part.append((name, tensor))
+            size += tensor.nbytes
+        yield cls.of(part)
+
     @property
     def numels(self) -> list[int]:
         """Number of elements of each tensor."""

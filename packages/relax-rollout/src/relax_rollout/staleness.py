@@ -1,7 +1,7 @@
 """The gate of staleness: how many groups may be open, which of them a step takes, and when it may be closed.
 
-Pure functions without torch or asyncio, used by both modes and by the simulator. Nothing is counted here: the caller
-derives what is open from its ledger, each time.
+Pure functions without torch or asyncio. Nothing is counted here: the caller derives what is open from its ledger, each
+time.
 
 A group is **open** from the moment it is started until its step is closed or it is dropped; running, interrupted and
 finished ones all count. ``start`` is the version of the weights that served when it was started: no token of it is

@@ -115,6 +115,11 @@ class Controller(abc.ABC):
         self._timer.stop()
         self._saved: int | None = None
         self._evaluated: int | None = None
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Makes what a mode keeps for itself over the run, from what the controller was given."""
+        return
 
     # ------------------------------------------------------------------ what a mode decides
 

@@ -43,7 +43,7 @@ and there is no rollout worker and no engine.
 import dataclasses
 from typing import TYPE_CHECKING
 
-from relax_cli.controllers.base import Controller, Outcome, PhaseTimer
+from relax_cli.controllers.base import Controller, PhaseTimer
 from relax_cli.controllers.engine_recovery import EngineRecovery
 from relax_cli.run.debug_data import FileRows, path_for, read_manifest
 from relax_cli.workers.rollout import RolloutOutput
@@ -51,33 +51,18 @@ from relax_cli.workers.rollout import RolloutOutput
 if TYPE_CHECKING:
     from relax_data.types import StepManifest
 
-    from relax_cli.cluster.waits import StopFlag
-    from relax_cli.config.run_config import RunConfig
-    from relax_cli.run.progress import Progress
-    from relax_cli.run.tracking import Trackers
-    from relax_cli.workers.group import WorkerGroups
     from relax_cli.workers.references import RowReference
 
 
 class ColocateController(Controller):
     """One launch of ``relax train --colocate``."""
 
-    def __init__(
-        self,
-        config: "RunConfig",
-        workers: "WorkerGroups",
-        trackers: "Trackers",
-        progress: "Progress",
-        stop: "StopFlag",
-        outcome: Outcome | None = None,
-    ) -> None:
-        """See :class:`relax_cli.controllers.base.Controller`."""
-        super().__init__(config, workers, trackers, progress, stop, outcome)
-        self._recovery = EngineRecovery(workers, progress.note, self._catch_up)
+    def _set_up(self) -> None:
+        self._recovery = EngineRecovery(self.workers, self.progress.note, self._catch_up)
         self._version = 0
         """Of the trainer's weights, as they were sent last."""
-        if not config.debug.debug_train_only:
-            workers.rollout.meanwhile = self._recovery.watch
+        if not self.config.debug.debug_train_only:
+            self.workers.rollout.meanwhile = self._recovery.watch
 
     def _step(self, rollout_id: int) -> bool:
         """Generate, train, report, save, push. False when the prompts are used up."""

@@ -83,7 +83,7 @@ class RolloutActor:
             max_staleness=config.cluster.max_staleness,
             trains=not config.debug.debug_rollout_only,
             progress=self._tell_progress,
-            end_token_ids=end_token_ids(config.train.model.hf_checkpoint, self._tokenizer),
+            end_token_ids=end_token_ids(self._tokenizer, config.train.model.hf_checkpoint),
         )
         self._profiler: RolloutProfiler | None = None
         self._rows: TrainBatch | None = None

@@ -13,23 +13,22 @@ from typing import Any
 Decode = Callable[[Sequence[int]], str]
 
 
-def end_token_ids(hf_checkpoint: str | Path, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a sequence for the engine: of ``config.json``, ``generation_config.json`` and the tokenizer.
+def end_token_ids(tokenizer: Any, hf_checkpoint: str | Path | None = None) -> frozenset[int]:
+    """Tokens that end a sequence for the engine: of the tokenizer, ``config.json`` and ``generation_config.json``.
 
     Args:
-        hf_checkpoint: Hugging Face folder of the model.
-        tokenizer: its transformers tokenizer.
+        tokenizer: transformers tokenizer of the model.
+        hf_checkpoint: Hugging Face folder of the model; None: the tokenizer's alone.
     """
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        path = Path(hf_checkpoint) / name
-        if path.is_file():
-            config = json.loads(path.read_bytes())
+    own = getattr(tokenizer, "eos_token_id", None)
+    found = {own} if isinstance(own, int) else set[int]()
+    if hf_checkpoint is not None:
+        for path in (Path(hf_checkpoint) / "config.json", Path(hf_checkpoint) / "generation_config.json"):
+            config = json.loads(path.read_bytes()) if path.is_file() else {}
             for part in (config, config.get("text_config") or {}):
                 ids = part.get("eos_token_id")
                 found.update([ids] if isinstance(ids, int) else ids or ())
-    own = getattr(tokenizer, "eos_token_id", None)
-    return frozenset(found | ({own} if isinstance(own, int) else set()))
+    return frozenset(found)
 
 
 def cut_at_seam(before: Sequence[int], new: Sequence[int], stops: Iterable[str], decode: Decode) -> int | None:

@@ -43,7 +43,7 @@ def staleness_metrics(samples: Sequence[Sample], version: WeightVersion) -> dict
         samples: whole ones.
         version: the policy version that consumes them.
     """
-    staleness = sorted(version - s.oldest_version for s in samples if s.oldest_version is not None)
+    staleness = sorted(ages((s.oldest_version for s in samples), version).elements())
     if not staleness:
         return {}
     tokens = sum(len(s.tokens) for s in samples)

@@ -19,6 +19,7 @@ from relax_rollout.engines.base import Engine
 from relax_rollout.engines.pool import EnginePool
 from relax_rollout.engines.router import EngineRouter
 from relax_rollout.filters import GroupFilter, load_filter
+from relax_rollout.generation import seam
 from relax_rollout.generation.generate import GenerationContext, load_generate_function, sampling_params
 from relax_rollout.loop.context import (
     DroppedPrompt,
@@ -127,9 +128,7 @@ class RolloutLoop:
             self._collect = load_function("--rollout-function-path", settings.rollout_function_path)
         self._concurrency = concurrency
         self._max_staleness = max_staleness
-        if end_token_ids is None:
-            end_token_ids = [i for i in (getattr(tokenizer, "eos_token_id", None),) if isinstance(i, int)]
-        self._ends = frozenset(end_token_ids)
+        self._ends = seam.end_token_ids(tokenizer) if end_token_ids is None else frozenset(end_token_ids)
         self._max_rejected = max_rejected or MAX_REJECTED_BATCHES * settings.rollout_batch_size
         self._progress = progress
         self._progress_interval_s = progress_interval_s

@@ -95,4 +95,9 @@ def share(flat: torch.Tensor) -> IpcHandle:
     from torch.multiprocessing import reductions
 
     rebuild, arguments = reductions.reduce_tensor(flat.detach().view(torch.uint8))
+    # The last argument asks the reader to wait for a CUDA event of this process. An engine that was started after this
+    # process had given memory back can open the memory but not the event (error 205). Waiting here needs no event.
+    assert isinstance(arguments[-1], bool), "torch's rebuild_cuda_tensor ends with event_sync_required"
+    torch.cuda.current_stream(flat.device).synchronize()
+    arguments = (*arguments[:-1], False)
     return IpcHandle(str(torch.cuda.get_device_properties(flat.device).uuid), rebuild, tuple(arguments))

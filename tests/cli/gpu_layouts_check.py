@@ -45,28 +45,29 @@ REWARD = "def reward(sample):\n    return sum(c.isdigit() for c in sample.respon
 
 
 def make_model(kind: str, folder: Path) -> None:
-    """A random Qwen3 (0.6 B) or Qwen3-MoE (0.5 B, 32 experts), or tiny ones of these kinds on CPU."""
+    """A random Qwen3 (``dense``, 0.6 B; ``4b``) or Qwen3-MoE (0.5 B, 32 experts); tiny ones of these kinds on CPU."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     char_tokenizer().save_pretrained(folder)
+    wide = kind == "4b" and GPU
     shape: dict[str, Any] = {
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": 32768 if wide else 4096,
         "eos_token_id": 1,
         "pad_token_id": 0,
         "bos_token_id": None,
         "dtype": "bfloat16" if GPU else "float32",
-        "num_hidden_layers": (28 if kind == "dense" else 8) if GPU else 2,
-        "hidden_size": 1024 if GPU else 64,
-        "intermediate_size": 3072 if GPU else 128,
-        "num_attention_heads": 16 if GPU else 4,
-        "num_key_value_heads": (8 if kind == "dense" else 4) if GPU else 2,
+        "num_hidden_layers": {"dense": 28, "4b": 36, "moe": 8}[kind] if GPU else 2,
+        "hidden_size": (2560 if wide else 1024) if GPU else 64,
+        "intermediate_size": (9728 if wide else 3072) if GPU else 128,
+        "num_attention_heads": (32 if wide else 16) if GPU else 4,
+        "num_key_value_heads": (4 if kind == "moe" else 8) if GPU else 2,
         "head_dim": 128 if GPU else 16,
-        "vocab_size": (151936 if kind == "dense" else 32000) if GPU else 128,
-        "tie_word_embeddings": kind == "dense",
+        "vocab_size": (32000 if kind == "moe" else 151936) if GPU else 128,
+        "tie_word_embeddings": kind != "moe",
     }
     torch.manual_seed(0)
     with torch.device("cuda" if GPU else "cpu"):
-        if kind == "dense":
+        if kind != "moe":
             model: Any = Qwen3ForCausalLM(Qwen3Config(**shape))
         else:
             experts: dict[str, Any] = {"num_experts": 32 if GPU else 4, "num_experts_per_tok": 4 if GPU else 2}
@@ -75,6 +76,9 @@ def make_model(kind: str, folder: Path) -> None:
             )
             model = Qwen3MoeForCausalLM(config)
         model.to(torch.bfloat16 if GPU else torch.float32).save_pretrained(folder)
+    if GPU:
+        del model
+        torch.cuda.empty_cache()  # the run that follows needs it
 
 
 def words(name: str, folder: Path, rollouts: int) -> list[str]:

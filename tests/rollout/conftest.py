@@ -84,7 +84,8 @@ class TransformersEngine:
             result.tokens.append(token)
             result.log_probs.append(float(torch.log_softmax(logits / scale, dim=-1)[token]))
             result.versions.append(self.version)
-            if token == self._eos or token in request.sampling.stop_token_ids:
+            ended = token == self._eos and not request.sampling.ignore_eos
+            if ended or token in request.sampling.stop_token_ids:
                 return dataclasses.replace(result, finish_reason="stop")
             step = torch.tensor([[token]])
         return result

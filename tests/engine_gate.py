@@ -1,7 +1,8 @@
 """Holds a real SGLang server in the middle of its responses, for as long as a test needs, on a machine of any speed.
 
-The server is started with a forward hook of ours (SGLang's ``--forward-hooks``): while a file exists, each forward pass
-takes :data:`PASS_S` seconds. Requests stay in flight then, and between two passes the server answers everything else.
+The server is started with a forward hook of ours (SGLang's ``--forward-hooks``). While one file exists, each forward
+pass takes :data:`PASS_S` seconds: requests stay in flight then, and between two passes the server answers everything
+else. Another file names a pass that is held until the file is gone, so that a test can act at an exact token.
 A module of its own, without heavy imports, because the server imports it by name.
 """
 
@@ -10,6 +11,7 @@ import contextlib
 import json
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,20 @@ DEADLINE_S = 240.0
 
 def make_hook(config: dict[str, str]) -> Callable[..., None]:
     """The hook that SGLang asks for: called after each forward pass of the model."""
-    closed = config["closed"]
+    closed, order, held = config["closed"], Path(config["order"]), Path(config["held"])
+    passes, current = 0, ""
 
     def hook(*_: Any) -> None:
+        nonlocal passes, current
+        if text := _read(order):
+            if text != current:
+                passes, current = 0, text
+            passes += 1
+            if passes == int(text.split()[0]):
+                held.touch()
+                end = time.monotonic() + DEADLINE_S
+                while order.exists() and time.monotonic() < end:
+                    time.sleep(0.002)
         end = time.monotonic() + PASS_S
         while os.path.exists(closed) and time.monotonic() < end:
             time.sleep(0.005)
@@ -32,11 +45,19 @@ def make_hook(config: dict[str, str]) -> Callable[..., None]:
     return hook
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+
+
 class Gate:
     """The gate of one server."""
 
     def __init__(self, folder: Path) -> None:
         self._closed = folder / "gate-closed"
+        self._order, self._held = folder / "gate-order", folder / "gate-held"
 
     def options(self) -> dict[str, Any]:
         """Server options, by SGLang's names."""
@@ -44,7 +65,7 @@ class Gate:
             "name": "gate",
             "target_modules": ["model"],
             "hook_factory": "engine_gate:make_hook",
-            "config": {"closed": str(self._closed)},
+            "config": {"closed": str(self._closed), "order": str(self._order), "held": str(self._held)},
         }
         # The server tells of its load after each pass, for underway().
         return {"forward-hooks": json.dumps([hook]), "load-snapshot-publish-interval": 1}
@@ -69,6 +90,24 @@ class Gate:
     def open(self) -> None:
         """Responses go on at full speed; without effect when it is open."""
         self._closed.unlink(missing_ok=True)
+        self._order.unlink(missing_ok=True)
+
+    def hold_at(self, number: int) -> None:
+        """From here on the ``number``-th forward pass is held until :meth:`open`; the server answers nothing then.
+
+        The first pass of a request computes its first token, each later one the next.
+        """
+        self._held.unlink(missing_ok=True)
+        new = self._order.with_suffix(".new")
+        new.write_text(f"{number} {uuid.uuid4().hex}")
+        new.rename(self._order)
+
+    async def held(self) -> None:
+        """Waits until the pass is held that :meth:`hold_at` named."""
+        end = time.monotonic() + DEADLINE_S
+        while not self._held.exists():
+            assert time.monotonic() < end, f"the server did not come to the pass after {DEADLINE_S:.0f} s"
+            await asyncio.sleep(0.002)
 
 
 async def underway(url: str, requests: int) -> None:

@@ -178,20 +178,23 @@ def make_engine(tiny: Any) -> Callable[..., TransformersEngine]:
 
 @pytest.fixture
 def make_source(tokenizer: Any) -> Callable[..., ListSource]:
-    """``make_source(5, num_epoch=1)``: five prompts ``"<i>+1="`` with label ``i + 1``, from ``data.jsonl``."""
+    """``make_source(5, num_epoch=1)``: five prompts ``"<i>+1="`` with label ``i + 1``, from ``data.jsonl``.
 
-    def make(n: int = 8, num_epoch: int | None = None) -> ListSource:
+    ``make_source(texts=[...])``: prompts of other texts.
+    """
+
+    def make(n: int = 8, num_epoch: int | None = None, texts: Sequence[str] = ()) -> ListSource:
         rows = [
             Prompt(
                 prompt_id=0,
                 epoch=0,
                 source=f"data.jsonl:{i + 1}",
-                text=f"{i}+1=",
-                input_ids=tokenizer.encode(f"{i}+1=", add_special_tokens=False),
+                text=text,
+                input_ids=tokenizer.encode(text, add_special_tokens=False),
                 label=str(i + 1),
                 metadata={"row": i},
             )
-            for i in range(n)
+            for i, text in enumerate(texts or [f"{i}+1=" for i in range(n)])
         ]
         return ListSource(rows, num_epoch)
 

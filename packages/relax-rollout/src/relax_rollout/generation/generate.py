@@ -157,15 +157,18 @@ class GenerationContext:
             text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
             return text
 
+        # As for the engine, the last token of the budget ends a response by its length, whatever that token is.
+        limit = sampling.max_new_tokens
         if (n := cut_at_seam(before, tokens, stops, decode)) is not None:
-            return n, "stop"
+            return n, "stop" if n < limit else "length"
         if result.finish_reason != "abort":
             return len(tokens), result.finish_reason
-        # Below, the abort came when nothing was left to do.
+        # Below, the abort may have come when nothing was left to do.
+        if len(tokens) >= limit:
+            return len(tokens), "length"
         ends = () if sampling.ignore_eos else (*self._ends, *sampling.stop_token_ids)
-        if tokens and ends_response([*before, *tokens], ends, stops, decode):
-            return len(tokens), "stop"
-        return len(tokens), "length" if len(tokens) >= sampling.max_new_tokens else "abort"
+        over = bool(tokens) and ends_response([*before, *tokens], ends, stops, decode)
+        return len(tokens), "stop" if over else "abort"
 
     def finish(self, sample: Sample, reason: FinishReason) -> None:
         """Sets the status that ``reason`` means, and the decoded response."""

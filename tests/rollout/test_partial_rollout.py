@@ -132,6 +132,31 @@ async def test_an_interrupted_sample_asks_for_the_rest_only(length_reward: Any) 
     assert results[-1].histograms["staleness/samples"][3] == 1
 
 
+IN_PARTS = """
+async def generate(sample, context):
+    reason = await context.extend(sample, max_new_tokens=4 - len(sample.tokens))
+    if reason != "abort":
+        reason = await context.extend(sample)
+    context.finish(sample, reason)
+
+
+generate.resumable = True
+"""
+
+
+async def test_a_call_that_asks_for_nothing_leaves_the_seam_to_the_next(
+    length_reward: Any, hooks: Callable[[str, str], str]
+) -> None:
+    """A function in parts skips those that are done; what was kept is counted, and the text is looked at there."""
+    path = hooks("parts", IN_PARTS)
+    engine = SlowEngine()
+    loop = make_loop(engine, length_reward, custom_generate_function_path=f"{path}:generate")
+    last = (await steps(loop, engine, 4))[-1].metrics
+    asked = [r for r in engine.requests if f"-p{SLOW}-" in r.rid]
+    assert last["rollout/kept_tokens"] == len(asked[-1].input_ids) - 2 > 4
+    assert last["rollout/reprefilled_tokens"] == len(asked[-1].input_ids) - 1
+
+
 @pytest.mark.parametrize("eta", [1, 2, 3])
 async def test_a_group_at_its_deadline_is_waited_for_and_never_too_old(length_reward: Any, eta: int) -> None:
     engine = SlowEngine(length=90)

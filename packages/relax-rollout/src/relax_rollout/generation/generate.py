@@ -114,13 +114,13 @@ class GenerationContext:
         Returns:
             ``stop``, ``length`` (limit or budget reached) or ``abort`` (the rollout interrupts the sample: return).
         """
-        seam = id(sample) in self._seams
-        self._seams.discard(id(sample))
         limit = self.budget(sample)
         if max_new_tokens is not None:
             limit = min(limit, max_new_tokens)
         if limit < 1:
             return "length"
+        seam = id(sample) in self._seams  # still there after calls that asked for nothing
+        self._seams.discard(id(sample))
         s = self.sampling
         request = GenerateRequest(
             rid=f"{self._label}-p{sample.prompt.prompt_id}-s{sample.index}-{uuid.uuid4().hex[:8]}",

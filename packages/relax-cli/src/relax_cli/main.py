@@ -9,6 +9,7 @@ _USAGE = """usage: relax COMMAND [options]
 
 commands:
   train     train a language model with reinforcement learning (relax train --help)
+  simulate  say what a step of each mode would take: colocate, partial rollout, fully async (a model)
   doctor    say what this machine has, what is missing, and how to fix it
   report    read the traces of a run and say where the time and the memory went
   profile   profile a running SGLang server, merge traces, look at snapshots
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": train,
+        "simulate": _simulate,
         "doctor": _doctor,
         "report": lambda rest: _profiling(["report", *rest], "relax"),
         "profile": lambda rest: _profiling(rest, "relax profile"),
@@ -66,7 +68,7 @@ def train(argv: list[str]) -> int:
     try:
         config = resolve(argv)
     except ConfigError as error:
-        _report(error.problems)
+        _report("train", error.problems)
         return 2
     if config.run.print_config:
         print(to_toml(config), end="")
@@ -87,7 +89,7 @@ def train_help() -> str:
     """The text of `relax train --help`."""
     from relax_rollout.engines.sglang.settings import SGLangSettings
 
-    from relax_cli.config.command_line import help_text
+    from relax_cli.config.command_line import Command, help_text
     from relax_cli.config.options import namespace, settings_classes
     from relax_cli.config.settings import RunSettings
 
@@ -97,12 +99,28 @@ def train_help() -> str:
         SGLangSettings: "Every other argument of SGLang's server is --sglang-<name>, for example "
         "--sglang-attention-backend triton.",
     }
-    return help_text(settings_classes(), namespace().options, notes)
+    command = Command(
+        "relax train [--config FILE] [options]",
+        "Trains a language model with reinforcement learning: SGLang generates, Megatron-core trains.",
+        "`relax doctor` says what this machine has.",
+    )
+    return help_text(settings_classes(), namespace().options, notes, command)
 
 
-def _report(problems: Sequence[str]) -> None:
+def _simulate(argv: list[str]) -> int:
+    from relax_cli.config.run_config import ConfigError
+    from relax_cli.simulate.command import main as simulate
+
+    try:
+        return simulate(argv)
+    except ConfigError as error:
+        _report("simulate", error.problems)
+        return 2
+
+
+def _report(command: str, problems: Sequence[str]) -> None:
     count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
-    print(f"relax train: {count}, nothing was started", file=sys.stderr)
+    print(f"relax {command}: {count}, nothing was started", file=sys.stderr)
     for problem in problems[:_MOST_PROBLEMS]:
         print(f"  - {problem}", file=sys.stderr)
     if len(problems) > _MOST_PROBLEMS:

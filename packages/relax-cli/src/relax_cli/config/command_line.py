@@ -176,20 +176,31 @@ class _Help(argparse.ArgumentParser):
         raise AssertionError(message)
 
 
-def help_text(classes: Iterable[type], options: Mapping[str, Option], epilogs: Mapping[type, str]) -> str:
-    """The text of ``relax train --help``: one group a settings class, titled by its ``TITLE``.
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command for its help: how it is called, what it does, and what stands at the end."""
+
+    usage: str
+    description: str
+    epilog: str = ""
+
+
+def help_text(
+    classes: Iterable[type], options: Mapping[str, Option], epilogs: Mapping[type, str], command: Command
+) -> str:
+    """The text of ``--help``: one group a settings class, titled by its ``TITLE``.
 
     Args:
         classes: the settings classes in the order of the groups.
         options: all options by name.
         epilogs: a sentence under the title of a group.
+        command: whose help it is.
     """
     parser = _Help(
-        prog="relax train",
-        usage="relax train [--config FILE] [options]",
-        description="Trains a language model with reinforcement learning: SGLang generates, Megatron-core trains.",
-        epilog="List values are separated by spaces. `none` is the value of an option that is not set. "
-        "`relax doctor` says what this machine has.",
+        usage=command.usage,
+        description=command.description,
+        epilog=f"List values are separated by spaces. `none` is the value of an option that is not set. "
+        f"{command.epilog}",
         add_help=False,
         allow_abbrev=False,
     )

@@ -1,0 +1,164 @@
+"""The figures of the model: given, read from a run, or assumed; each says which."""
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from relax_data.options import flag
+
+from relax_cli.config.run_config import ConfigError
+from relax_cli.simulate.measured import LENGTHS, MeasuredRun
+from relax_cli.simulate.model import Rates
+from relax_cli.simulate.settings import LONGEST, SimulateSettings
+
+_ASSUMED: dict[str, float | None] = {
+    "num_gpus": 8,
+    "rollout_num_gpus_per_engine": 1,
+    "rollout_batch_size": 32,
+    "n_samples_per_prompt": 8,
+    "train_rate": None,
+    "push_seconds": 1,
+    "switch_seconds": 2,
+    "sglang_server_concurrency": 512,
+    "prompt_length": 0,
+}
+"""What stands for a figure that is neither given nor read from a run; None: it is needed."""
+
+Draw = Callable[[random.Random], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A number, or in words what it is, and where it comes from."""
+
+    value: float | str
+    source: str
+
+
+class Figures:
+    """All figures by the names of their options.
+
+    Attributes:
+        table: every figure with its source.
+        draw: makes one response length.
+
+    Raises:
+        ConfigError: figures are missing or cannot be read; holds all problems.
+    """
+
+    def __init__(self, settings: SimulateSettings) -> None:
+        self.table: dict[str, Figure] = {}
+        self._settings = settings
+        run, problems = None, []
+        if settings.from_run is not None:
+            try:
+                run = MeasuredRun(Path(settings.from_run).expanduser())
+            except (OSError, ValueError) as error:
+                raise ConfigError([str(error)]) from None
+        self._run = run
+        for read in (*((lambda name=name: self._find(name)) for name in _ASSUMED), self._engine, self._lengths):
+            try:
+                read()
+            except (OSError, ValueError) as error:
+                problems.append(str(error))
+        if problems:
+            raise ConfigError(list(dict.fromkeys(problems)))
+        if not self._is_given("prefill_rate"):
+            prefill = 3 * self.number("train_rate") * self.number("rollout_num_gpus_per_engine")
+            self.table["prefill_rate"] = Figure(prefill, "3 x --train-rate: a forward pass is a third of training")
+
+    def number(self, name: str) -> float:
+        """The figure of that option."""
+        value = self.table[name].value
+        assert not isinstance(value, str)
+        return value
+
+    def rates(self) -> Rates:
+        """The speeds for the model."""
+        return Rates(
+            engine=self.number("engine_rate"),
+            half=self.number("engine_half"),
+            prefill=self.number("prefill_rate"),
+            train=self.number("train_rate"),
+            push_s=self.number("push_seconds"),
+            switch_s=self.number("switch_seconds"),
+            concurrency=int(self.number("sglang_server_concurrency")),
+        )
+
+    def _is_given(self, name: str) -> bool:
+        value = getattr(self._settings, name)
+        if value is not None:
+            self.table[name] = Figure(value, flag(name))
+        return value is not None
+
+    def _find(self, name: str) -> None:
+        if self._is_given(name):
+            return
+        found = self._run.value(name) if self._run is not None else None
+        if found is not None:
+            self.table[name] = Figure(found[0], f"the run: {found[1]}")
+        elif (assumed := _ASSUMED[name]) is not None:
+            self.table[name] = Figure(assumed, f"assumed; {flag(name)} sets it")
+        else:
+            raise ValueError(f"{flag(name)} is needed: give it, or --from RUN_DIR with a run that shows it")
+
+    def _engine(self) -> None:
+        rate, half = self._is_given("engine_rate"), self._is_given("engine_half")
+        if rate and half:
+            return
+        if self._run is None:
+            missing = " and ".join(
+                flag(n) for n, is_there in (("engine_rate", rate), ("engine_half", half)) if not is_there
+            )
+            raise ValueError(f"{missing} needed: give both, or --from RUN_DIR with a run that shows them")
+        fitted = self._run.engine(rate=self._settings.engine_rate, half=self._settings.engine_half)
+        for name, value in zip(("engine_rate", "engine_half"), fitted, strict=True):
+            self.table.setdefault(name, Figure(value, "the run: time/generate by tokens and longest response"))
+
+    def _lengths(self) -> None:
+        given = self._settings
+        if given.response_length_mean is not None and given.rollout_max_response_len is not None:
+            mean, sigma, cap = given.response_length_mean, given.response_length_sigma, given.rollout_max_response_len
+            middle = math.log(mean) - sigma**2 / 2
+            self.draw: Draw = lambda r: max(1, min(cap, round(r.lognormvariate(middle, sigma))))
+            words = f"log-normal, mean {mean:g}, sigma {sigma:g}, at most {cap}"
+            self.table["response_lengths"] = Figure(words, "--response-length-mean")
+            return
+        if given.response_lengths is not None:
+            counts, source = _read_lengths(Path(given.response_lengths)), "--response-lengths"
+        elif self._run is not None:
+            counts, source = self._run.lengths(), f"the run: histogram {LENGTHS}"
+        else:
+            raise ValueError(
+                "response lengths are needed: give --response-length-mean and --rollout-max-response-len, "
+                "--response-lengths FILE, or --from RUN_DIR"
+            )
+        values, weights = list(counts), list(counts.values())
+        self.draw = lambda r: r.choices(values, weights)[0]
+        mean = sum(value * n for value, n in counts.items()) / sum(weights)
+        words = f"{sum(weights)} lengths, mean {mean:.0f}, longest {max(values)}"
+        self.table["response_lengths"] = Figure(words, source)
+
+
+def _read_lengths(path: Path) -> dict[int, int]:
+    """Lengths of a text file and how often each occurs.
+
+    Raises:
+        ValueError: it cannot be read, or holds something else; the message names the word.
+    """
+    counts: dict[int, int] = {}
+    try:
+        words = path.expanduser().read_text(encoding="utf-8").split()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--response-lengths {path}: cannot be read: {error}") from None
+    for place, word in enumerate(words, 1):
+        if not word.isdecimal() or len(word) > 8 or not 1 <= int(word) <= LONGEST:
+            raise ValueError(
+                f"--response-lengths {path}: word {place} is {word[:40]!r}, not a length of 1 to {LONGEST}"
+            )
+        counts[int(word)] = counts.get(int(word), 0) + 1
+    if not counts:
+        raise ValueError(f"--response-lengths {path}: is empty; write lengths in tokens, separated by blanks or lines")
+    return counts

@@ -1,0 +1,199 @@
+"""The figures of a run that has taken place, out of its ``metrics.jsonl`` and ``config.toml``."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from relax_cli.config.files import read_file
+from relax_cli.config.options import namespace
+from relax_cli.run.folder import METRICS
+from relax_cli.run.tracking import read_metrics
+
+LENGTHS = "rollout/response_lengths"
+_TRAINER = ("time/fetch", "time/log_probs", "time/ref_log_probs", "time/train", "time/train_wait")
+_ALIKE = 0.01
+"""Least sine squared of the angle between two columns of equations that tell two unknowns apart."""
+
+
+class MeasuredRun:
+    """A run that has trained steps. The first one, in which everything warms up, is left out if there are others.
+
+    Args:
+        folder: the run's.
+
+    Raises:
+        ValueError: it is no folder of a run, or nothing was trained in it; the message says what is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in (METRICS, "config.toml"):
+            if not (folder / name).is_file():
+                raise ValueError(f"--from {folder}: there is no {name} in it; name the folder of a run, runs/NAME")
+        layer = read_file(folder / "config.toml", namespace())
+        if layer.errors:
+            raise ValueError(f"--from {folder}: {layer.errors[0]}")
+        self._options = {name: option.default for name, option in namespace().options.items()}
+        self._options |= {name: given.value for name, given in layer.values.items() if name in self._options}
+        rows = [_numbers(row) for row in read_metrics(folder / METRICS)]
+        steps = [row for row in rows if row.get("time/step", 0) > 0 and row.get("train/total_tokens", 0) > 0]
+        if not steps:
+            raise ValueError(f"--from {folder}: {METRICS} holds no step that was trained; wait for the first ones")
+        self.steps = steps[1:] or steps
+
+    def value(self, name: str) -> tuple[float, str] | None:
+        """The figure of an option of ``relax simulate``, and what it was read from; None when a run has no such figure.
+
+        Raises:
+            ValueError: the run should have it and does not tell it.
+        """
+        readers: dict[str, Callable[[], tuple[float, str] | None]] = {
+            "num_gpus": self._num_gpus,
+            "train_rate": self._train_rate,
+            "push_seconds": lambda: (self._mean("time/weight_update", "--push-seconds"), "mean of time/weight_update"),
+            "switch_seconds": self._switch_seconds,
+            "prompt_length": self._prompt_length,
+        }
+        if name in readers:
+            return readers[name]()
+        setting = self._options.get(name)
+        return None if setting is None else (setting, "config.toml")
+
+    def lengths(self) -> dict[int, int]:
+        """Response lengths of all steps, and how often each occurred.
+
+        Raises:
+            ValueError: they were not logged.
+        """
+        counts: Counter[int] = Counter()
+        for row in self.steps:
+            counts.update(_lengths(row))
+        if not counts:
+            raise self._lacks(f"histogram {LENGTHS}", "--response-lengths or --response-length-mean")
+        return counts
+
+    def engine(self, *, rate: float | None, half: float | None) -> tuple[float, float]:
+        """Rate of an engine, and the requests at which it has half of it; see :func:`fit_engine`.
+
+        Args:
+            rate: the first one, where it is known.
+            half: the second one, where it is known.
+
+        Raises:
+            ValueError: the run does not tell it.
+        """
+        points, (_, engines) = [], self._parts()
+        for row in self.steps:
+            lengths = _lengths(row)
+            tokens = sum(length * n for length, n in lengths.items())
+            # The time of a rollout says how fast the engines are, if it generated what was trained and nothing else.
+            same = abs(tokens - row.get("rollout/tokens", 0)) <= 0.02 * tokens and not row.get("rollout/kept_tokens")
+            if tokens and same and row.get("time/generate", 0) > 0 and not self._options["fully_async"]:
+                points.append((tokens / engines, max(lengths), row["time/generate"]))
+        if not points:
+            what = f"step that generated just what it trained (colocate, no over-sampling, no filter) with {LENGTHS}"
+            raise self._lacks(what, "--engine-rate and --engine-half")
+        try:
+            return fit_engine(points, rate=rate, half=half)
+        except ValueError as error:
+            raise ValueError(f"--from {self.folder}: {error}") from None
+
+    def _parts(self) -> tuple[int, int]:
+        """(GPUs that train, engines). What runs on CPU counts as one GPU."""
+        nodes, each = self._options["actor_num_nodes"], self._options["actor_num_gpus_per_node"]
+        per_engine = self._options["rollout_num_gpus_per_engine"]
+        engines = int(max(row.get("engines/serving", 0) for row in self.steps))
+        if each is None and engines and not self._options["fully_async"]:
+            return engines * per_engine, engines
+        if each is None:
+            raise self._lacks("engines/serving", "--num-gpus, --train-rate, --engine-rate and --engine-half")
+        return max(1, nodes * each), engines or max(1, nodes * each // per_engine)
+
+    def _num_gpus(self) -> tuple[float, str]:
+        train, engines = self._parts()
+        rollout = engines * self._options["rollout_num_gpus_per_engine"]
+        return train + rollout * self._options["fully_async"], "config.toml and engines/serving"
+
+    def _train_rate(self) -> tuple[float, str]:
+        seconds = sum(row.get(name, 0) for row in self.steps for name in _TRAINER)
+        if seconds <= 0:
+            raise self._lacks("time/train", "--train-rate")
+        gpus, _ = self._parts()
+        return self._sum("train/total_tokens") / seconds / gpus, f"train/total_tokens / seconds of training / {gpus}"
+
+    def _switch_seconds(self) -> tuple[float, str] | None:
+        if self._options["fully_async"]:
+            return None
+        spent = self._sum("time/sleep_wake") + self._sum("time/other")
+        return spent / len(self.steps), "mean of time/sleep_wake + time/other"
+
+    def _prompt_length(self) -> tuple[float, str]:
+        samples, tokens = self._mean("train/samples", "--prompt-length"), self._sum("train/total_tokens")
+        responses = self._mean("rollout/response_length", "--prompt-length")
+        prompt = max(0.0, tokens / (samples * len(self.steps)) - responses)
+        return prompt, "train/total_tokens / train/samples - rollout/response_length"
+
+    def _sum(self, name: str) -> float:
+        return math.fsum(row.get(name, 0) for row in self.steps)
+
+    def _mean(self, name: str, instead: str) -> float:
+        if not all(name in row for row in self.steps):
+            raise self._lacks(name, instead)
+        return self._sum(name) / len(self.steps)
+
+    def _lacks(self, what: str, instead: str) -> ValueError:
+        return ValueError(f"--from {self.folder}: {METRICS} has no {what}; give {instead}")
+
+
+def fit_engine(
+    points: Sequence[tuple[float, float, float]], *, rate: float | None, half: float | None
+) -> tuple[float, float]:
+    """The two constants of ``rate(k) = rate * k / (k + half)``.
+
+    A request gets ``rate / (k + half)`` tokens a second. When all of a rollout start together, and ``k(i)`` of them
+    have more than ``i`` tokens, token ``i`` of all takes ``(k(i) + half) / rate`` seconds, and the whole rollout
+    ``(tokens + half * longest) / rate``.
+
+    Args:
+        points: of each rollout: tokens of one engine, tokens of the longest response, seconds.
+        rate: tokens/s with very many requests, where it is known.
+        half: requests with half of that, where it is known.
+
+    Raises:
+        ValueError: the rollouts do not tell; the message says which flag does.
+    """
+    tokens, longest, seconds = (math.fsum(column) for column in zip(*points, strict=True))
+    if half is None and rate is not None:
+        half = (rate * seconds - tokens) / longest
+        if half < 0:
+            raise ValueError(f"--engine-rate {rate:g} is too low: an engine generated {tokens / seconds:.0f} tokens/s")
+    if half is not None:
+        return (tokens + half * longest) / seconds if rate is None else rate, half
+    # Least squares of seconds = a * tokens + b * longest.
+    tt, tl, ll, ts, ls = (math.fsum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2)))
+    determinant = tt * ll - tl * tl
+    if determinant > _ALIKE * tt * ll:
+        a, b = (ts * ll - ls * tl) / determinant, (ls * tt - ts * tl) / determinant
+        if a > 0 and b >= 0:
+            return 1 / a, b / a
+    raise ValueError(
+        "its rollouts are too much alike to tell how the rate of an engine rises with the number of its requests; give "
+        "--engine-half, the number with which it has half of its highest rate, or --engine-rate, that rate"
+    )
+
+
+def _lengths(row: Mapping[str, Any]) -> dict[int, int]:
+    """The response lengths of a step and how often each occurs; empty when they were not logged."""
+    try:
+        pairs = [(int(length), int(n)) for length, n in row["histograms"][LENGTHS]]
+    except (KeyError, TypeError, ValueError):
+        return {}
+    return {length: n for length, n in pairs if length > 0 and n > 0}
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without metrics that are no numbers: ``null``, where they were not finite."""
+    numbers = {k: v for k, v in row.items() if isinstance(v, int | float) and math.isfinite(v)}
+    return numbers | {"histograms": row.get("histograms")}

@@ -143,7 +143,7 @@ class Engine:
         self._clock = self._prefill_s = 0.0
         self._each = 0.0
         """Tokens that a request has got by now which runs since the last pause."""
-        self.busy_s = self.generated = 0.0
+        self.busy_s = self.generated = self.prefilled = 0.0
         self.running: list[tuple[float, int, int, Group]] = []
         """Heap: what ``_each`` is when it ends, a number that breaks ties, tokens of the whole response, group."""
         self.changes = 0
@@ -157,6 +157,7 @@ class Engine:
         self.busy_s += elapsed
         prefill = min(elapsed, self._prefill_s)
         self._prefill_s -= prefill
+        self.prefilled += prefill * self._rates.prefill
         each = (elapsed - prefill) * self._rates.engine / (len(self.running) + self._rates.half)
         self._each += each
         self.generated += each * len(self.running)
@@ -187,7 +188,7 @@ class Simulation:
         self.engines = [Engine(rates) for _ in range(plan.engines)]
         self.now = 0.0
         self.version = self.step = self.ended = 0
-        self.prefilled = self.paused_s = 0.0
+        self.paused_s = 0.0
         self.opened: dict[int, Group] = {}
         self.whole: dict[int, OpenGroup] = {}
         self.closed: list[tuple[list[Group], int]] = []
@@ -251,10 +252,8 @@ class Simulation:
         if load >= self.rates.concurrency:
             self._queue.append(request)
             return None
-        known = self._prompt + request[1] - request[0]
-        self.prefilled += known
         self.engines[index].advance(self.now)
-        self.engines[index].add(request, next(self._numbers), known)
+        self.engines[index].add(request, next(self._numbers), self._prompt + request[1] - request[0])
         heapq.heapreplace(self._loads, (load + 1, index))
         return index
 
@@ -345,7 +344,10 @@ def simulate(plan: Plan, rates: Rates, lengths: Lengths, *, steps: int) -> Step:
         run.run_to(until)
         for engine in run.engines:
             engine.advance(run.now)
-        return run.now, run.paused_s, sum(e.busy_s for e in run.engines) / plan.engines, run.prefilled
+        busy_s, prefilled = (
+            sum(values) for values in zip(*((e.busy_s, e.prefilled) for e in run.engines), strict=True)
+        )
+        return run.now, run.paused_s, busy_s / plan.engines, prefilled
 
     before, after = totals(first), totals(first + steps)
     seconds, paused, busy, prefilled = ((a - b) / steps for a, b in zip(after, before, strict=True))

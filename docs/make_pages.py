@@ -158,6 +158,18 @@ def _tested_layouts() -> list[tuple[str, str]]:
     return found
 
 
+def simulation() -> str:
+    """The options of ``relax simulate``."""
+    from relax_cli.simulate.command import options
+
+    return "\n".join(["| option | takes | default | |", "|---|---|---|---|", *map(_option_row, options().values())])
+
+
+def simulate() -> str:
+    """The page on the model of a step."""
+    return _between_marks("simulate.md", {"options": simulation})
+
+
 def models() -> str:
     """The page on models."""
     return _between_marks("models.md", {"architectures": architectures})
@@ -185,6 +197,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "algorithms.md": algorithms,
     "models.md": models,
+    "simulate.md": simulate,
 }
 
 

@@ -134,12 +134,13 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
 
 
 def flag_is_known(flag: str) -> bool:
-    """Whether it is a flag of ``relax train``, one that goes to SGLang's server, or one of :data:`OTHERS`."""
+    """Whether it is a flag of ``relax train`` or ``simulate``, one that goes to SGLang, or one of :data:`OTHERS`."""
     from relax_cli.config.options import namespace
+    from relax_cli.simulate.command import options
 
     name = flag.removeprefix("--").replace("-", "_")
     names = (name, name.removeprefix("no_"))
-    return flag in OTHERS or any(namespace().find(known) is not None for known in names)
+    return flag in OTHERS or any(known in options() or namespace().find(known) is not None for known in names)
 
 
 def flags_of(page: Path) -> set[str]:

@@ -44,7 +44,7 @@ def of_4b(plan: Plan, steps: int = 60) -> Step:
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("n", [1, 8])
 def test_a_pipeline_of_constant_rates_is_as_fast_as_its_slower_half(n: int, staleness: int) -> None:
-    """A batch takes an engine 1.0 s and the trainer 1.0 s, a push 0.05 s: 1.05 s a step, where colocate takes 2.05 s."""
+    """A batch takes 1.0 s of the engine and of the trainer, a push 0.05 s: 1.05 s a step; colocate takes 2.05 s."""
     tokens = 8 * n * 100
     rates = Rates(engine=tokens, half=0, prefill=1e12, train=tokens, push_s=0.05, switch_s=0, concurrency=10_000)
     step = simulate(apart(1, 1, bound_of(8, staleness)), rates, equal(100, n), steps=20)

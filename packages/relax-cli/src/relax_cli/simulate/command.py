@@ -9,7 +9,7 @@ from relax_rollout.staleness import StalenessBound
 
 from relax_cli.config.command_line import Command, Namespace, help_text, read_command_line
 from relax_cli.config.run_config import ConfigError
-from relax_cli.config.schema import UNSET, options_of
+from relax_cli.config.schema import UNSET, Option, options_of
 from relax_cli.simulate.figures import Figures
 from relax_cli.simulate.model import Lengths, Plan, Step, simulate
 from relax_cli.simulate.settings import SimulateSettings
@@ -42,13 +42,10 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: options or figures are wrong or missing; holds all problems.
     """
-    # No field can have the name `from`.
-    options = {("from" if o.name == "from_run" else o.name): o for o in options_of(SimulateSettings)}
-    options["from"] = dataclasses.replace(options["from"], name="from")
     if "-h" in argv or "--help" in argv:
-        print(help_text([SimulateSettings], options, {}, COMMAND), end="")
+        print(help_text([SimulateSettings], options(), {}, COMMAND), end="")
         return 0
-    layer = read_command_line(argv, Namespace(options))
+    layer = read_command_line(argv, Namespace(options()))
     given = {name: item.value for name, item in layer.values.items() if item.value is not UNSET}
     values = {("from_run" if name == "from" else name): value for name, value in given.items()}
     settings = SimulateSettings(**values)
@@ -59,6 +56,12 @@ def main(argv: Sequence[str]) -> int:
     rows = compare(settings, figures)
     print(as_json(figures, rows) if settings.json else as_table(figures, rows), end="")
     return 0
+
+
+def options() -> dict[str, Option]:
+    """The options by name; `--from` is the field ``from_run``, because no field can have that name."""
+    found = {option.name: option for option in options_of(SimulateSettings)}
+    return {"from": dataclasses.replace(found.pop("from_run"), name="from"), **found}
 
 
 def compare(settings: SimulateSettings, figures: Figures) -> list[Row]:
@@ -186,8 +189,8 @@ def as_table(figures: Figures, rows: Sequence[Row]) -> str:
     for name, figure in figures.table.items():
         value = figure.value if isinstance(figure.value, str) else f"{figure.value:.6g}"
         known.append([name.replace("_", "-"), value, figure.source])
-    lines = [NOTE, "", *_aligned(known, left=(0, 1, 2)), "", *_aligned(cells, left=(1, 12)), ""]
-    return "\n".join(lines) + _LEGEND
+    lines = [NOTE, "", *_aligned(known, left=(0, 1, 2)), "", *_aligned(cells, left=(1, 12)), "", _LEGEND]
+    return "\n".join(lines)
 
 
 def _aligned(lines: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:

@@ -113,9 +113,9 @@ class Figures:
                 flag(n) for n, is_there in (("engine_rate", rate), ("engine_half", half)) if not is_there
             )
             raise ValueError(f"{missing} needed: give both, or --from RUN_DIR with a run that shows them")
-        fitted = self._run.engine(rate=self._settings.engine_rate, half=self._settings.engine_half)
+        *fitted, source = self._run.engine(rate=self._settings.engine_rate, half=self._settings.engine_half)
         for name, value in zip(("engine_rate", "engine_half"), fitted, strict=True):
-            self.table.setdefault(name, Figure(value, "the run: time/generate by tokens and longest response"))
+            self.table.setdefault(name, Figure(value, f"the run: {source}"))
 
     def _lengths(self) -> None:
         given = self._settings

@@ -74,8 +74,10 @@ class MeasuredRun:
             raise self._lacks(f"histogram {LENGTHS}", "--response-lengths or --response-length-mean")
         return counts
 
-    def engine(self, *, rate: float | None, half: float | None) -> tuple[float, float]:
-        """Rate of an engine, and the requests at which it has half of it; see :func:`fit_engine`.
+    def engine(self, *, rate: float | None, half: float | None) -> tuple[float, float, str]:
+        """Rate of an engine, the requests at which it has half of it, and how well both explain the run.
+
+        See :func:`fit_engine`.
 
         Args:
             rate: the first one, where it is known.
@@ -96,9 +98,13 @@ class MeasuredRun:
             what = f"step that generated just what it trained (colocate, no over-sampling, no filter) with {LENGTHS}"
             raise self._lacks(what, "--engine-rate and --engine-half")
         try:
-            return fit_engine(points, rate=rate, half=half)
+            rate, half = fit_engine(points, rate=rate, half=half)
         except ValueError as error:
             raise ValueError(f"--from {self.folder}: {error}") from None
+        off = sum(abs(s - (tokens + half * longest) / rate) for tokens, longest, s in points) / sum(
+            p[2] for p in points
+        )
+        return rate, half, f"time/generate of {len(points)} rollouts, of which it is off by {off:.0%}"
 
     def _parts(self) -> tuple[int, int]:
         """(GPUs that train, engines). What runs on CPU counts as one GPU."""

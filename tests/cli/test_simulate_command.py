@@ -15,7 +15,7 @@ from relax_rollout.staleness import StalenessBound
 
 RATES = ["--engine-rate", "20000", "--engine-half", "150", "--train-rate", "9000"]
 LENGTHS = ["--response-length-mean", "4000", "--rollout-max-response-len", "16000"]
-QUICK = ["--num-rollout", "5", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2"]
+QUICK = ["--num-rollout", "10", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2"]
 GIVEN = [*RATES, *LENGTHS, *QUICK]
 
 
@@ -258,7 +258,7 @@ def write_run(folder: Path, *, gpus: int = 2, steps: int = 8, **changes: Any) ->
 def test_a_run_gives_all_figures_and_each_says_what_it_was_read_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = found(["--from", str(write_run(tmp_path, gpus=1)), "--num-rollout", "5"], capsys)["figures"]
+    figures = found(["--from", str(write_run(tmp_path, gpus=1)), "--num-rollout", "10"], capsys)["figures"]
     true = {
         "num_gpus": 1,
         "rollout_batch_size": 6,

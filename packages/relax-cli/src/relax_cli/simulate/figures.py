@@ -55,14 +55,17 @@ class Figures:
         if settings.from_run is not None:
             try:
                 run = MeasuredRun(Path(settings.from_run).expanduser())
-            except (OSError, ValueError) as error:
+            except ValueError as error:
                 raise ConfigError([str(error)]) from None
         self._run = run
         for read in (*((lambda name=name: self._find(name)) for name in _ASSUMED), self._engine, self._lengths):
             try:
                 read()
-            except (OSError, ValueError) as error:
+            except ValueError as error:
                 problems.append(str(error))
+        numbers = {name: found.value for name, found in self.table.items() if hasattr(settings, name)}
+        numbers.pop("response_lengths", None)
+        problems += (f"--from {settings.from_run}: {p}" for p in dataclasses.replace(settings, **numbers).problems())
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
         if not self._is_given("prefill_rate"):

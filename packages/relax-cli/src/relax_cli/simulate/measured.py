@@ -37,7 +37,10 @@ class MeasuredRun:
             raise ValueError(f"--from {folder}: {layer.errors[0]}")
         self._options = {name: option.default for name, option in namespace().options.items()}
         self._options |= {name: given.value for name, given in layer.values.items() if name in self._options}
-        rows = [_numbers(row) for row in read_metrics(folder / METRICS)]
+        try:
+            rows = [_numbers(row) for row in read_metrics(folder / METRICS)]
+        except OSError as error:
+            raise ValueError(f"--from {folder}: {METRICS} cannot be read: {error.strerror}") from None
         steps = [row for row in rows if row.get("time/step", 0) > 0 and row.get("train/total_tokens", 0) > 0]
         if not steps:
             raise ValueError(f"--from {folder}: {METRICS} holds no step that was trained; wait for the first ones")

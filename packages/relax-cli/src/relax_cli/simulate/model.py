@@ -351,8 +351,10 @@ def simulate(plan: Plan, rates: Rates, lengths: Lengths, *, steps: int) -> Step:
 
     before, after = totals(first), totals(first + steps)
     seconds, paused, busy, prefilled = ((a - b) / steps for a, b in zip(after, before, strict=True))
+    seconds = max(seconds, 1e-9)  # for rates at which nothing takes any time
     trained = statistics.fmean(run.tokens_of(step) for step in range(first, first + steps))
-    works = run.train_s(trained)
+    # From one close to the last one, the trainer works on the step before the first one too, and not on the last one.
+    works = statistics.fmean(run.train_s(run.tokens_of(step)) for step in range(first - 1, first + steps - 1))
     ages = [step - group.gate.start for step, (groups, _) in enumerate(run.closed[first:], first) for group in groups]
     idle = max(0.0, 1 - works / seconds)
     generated = statistics.fmean(tokens for _, tokens in run.closed[first:])

@@ -57,7 +57,7 @@ class SimulateSettings(Settings):
         "and colocate starts no more prompts than a step takes.",
     )
     num_rollout: int = option(
-        100, "Steps that the means are taken over, after those that fill the pipeline.", ge=1, le=LARGEST_COUNT
+        100, "Steps that the means are taken over, after those that fill the pipeline.", ge=10, le=LARGEST_COUNT
     )
     seed: int = option(1234, "Seed of the response lengths, which are the same in all rows.", ge=0, le=LARGEST_COUNT)
     json: bool = option(False, "Print JSON instead of a table.")

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,22 @@ def test_lengths_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     answer = found([*RATES, *QUICK[2:], "--response-lengths", str(file), "--num-rollout", "200"], capsys)
     assert answer["figures"]["response_lengths"]["value"] == "3 lengths, mean 167, longest 300"
     assert answer["rows"][0]["step"]["trained"] == pytest.approx(8 * 500 / 3, rel=0.05)
+
+
+PROBE = """
+import json, sys
+from relax_cli.main import main
+code = main(json.loads(sys.argv[1]))
+print(json.dumps([code, [m for m in ("torch", "ray", "transformers", "sglang", "megatron") if m in sys.modules]]))
+"""
+
+
+def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
+    argv = ["simulate", "--from", str(write_run(tmp_path, gpus=1)), "--num-gpus", "4", *QUICK]
+    command = [sys.executable, "-c", PROBE, json.dumps(argv)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, []]
 
 
 def test_help_and_the_list_of_commands_name_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,6 +303,13 @@ def test_with_several_engines_the_fit_is_near(tmp_path: Path, capsys: pytest.Cap
     answer = found(["--from", str(write_run(tmp_path, gpus=4)), "--engine-half", "40", "--num-rollout", "20"], capsys)
     assert answer["figures"]["num_gpus"]["value"] == 4
     assert answer["figures"]["engine_rate"]["value"] == pytest.approx(8_000, rel=0.15)
+
+
+def test_figures_of_a_run_have_the_ranges_of_their_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes: dict[str, Any] = {"time/weight_update": -3.0}
+    folder = write_run(tmp_path, gpus=1, **changes)
+    (told,) = refusal(["--from", str(folder)], capsys)
+    assert told == f"  - --from {folder}: --push-seconds must be 0 or more, not -3.0"
 
 
 def test_what_is_given_wins_over_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

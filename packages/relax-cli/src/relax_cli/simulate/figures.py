@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from relax_data.options import flag
 
@@ -63,8 +64,9 @@ class Figures:
                 read()
             except ValueError as error:
                 problems.append(str(error))
-        numbers = {name: found.value for name, found in self.table.items() if hasattr(settings, name)}
-        numbers.pop("response_lengths", None)
+        numbers: dict[str, Any] = {
+            name: found.value for name, found in self.table.items() if name != "response_lengths"
+        }
         problems += (f"--from {settings.from_run}: {p}" for p in dataclasses.replace(settings, **numbers).problems())
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))

@@ -165,9 +165,27 @@ def simulation() -> str:
     return "\n".join(["| option | takes | default | |", "|---|---|---|---|", *map(_option_row, options().values())])
 
 
+def simulated_example() -> str:
+    """Some columns of what the command prints that stands on the page."""
+    from relax_cli.simulate.command import read_settings, simulated
+
+    page = (DOCS / "simulate.md").read_text(encoding="utf-8")
+    command = re.search(r"^    relax simulate (--num-gpus(?:.*\\\n)*.*)$", page, re.M)
+    assert command, "docs/simulate.md has lost its example"
+    _, rows = simulated(read_settings(command[1].replace("\\", " ").split()))
+    lines = ["| mode | GPUs | `--max-staleness` | step, s | gain | trainer idle | mean staleness | binds |"]
+    lines.append("|---|---|--:|--:|--:|--:|--:|---|")
+    for row in rows:
+        plan, step = row.plan, row.step
+        cells = (plan.mode, row.gpus, plan.bound.max_staleness, f"{step.seconds:.0f}", f"{row.speed_up:.1f}")
+        cells += (f"{step.trainer_idle:.0%}", f"{step.staleness_mean:.1f}", step.binds)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def simulate() -> str:
     """The page on the model of a step."""
-    return _between_marks("simulate.md", {"options": simulation})
+    return _between_marks("simulate.md", {"example": simulated_example, "options": simulation})
 
 
 def models() -> str:

@@ -35,6 +35,12 @@ class Row:
     step: Step
     speed_up: float
 
+    @property
+    def gpus(self) -> str:
+        """GPUs that train and GPUs that generate, or all of them when both are the same."""
+        train = self.plan.train_gpus
+        return str(train) if self.plan.in_turn else f"{train} + {self.rollout_gpus}"
+
 
 def main(argv: Sequence[str]) -> int:
     """`relax simulate ARGV`.
@@ -45,6 +51,18 @@ def main(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(help_text([SimulateSettings], options(), {}, COMMAND), end="")
         return 0
+    settings = read_settings(argv)
+    figures, rows = simulated(settings)
+    print(as_json(figures, rows) if settings.json else as_table(figures, rows), end="")
+    return 0
+
+
+def read_settings(argv: Sequence[str]) -> SimulateSettings:
+    """The options of a command line.
+
+    Raises:
+        ConfigError: one of them is wrong; holds all problems.
+    """
     layer = read_command_line(argv, Namespace(options()))
     given = {name: item.value for name, item in layer.values.items() if item.value is not UNSET}
     values = {("from_run" if name == "from" else name): value for name, value in given.items()}
@@ -52,10 +70,7 @@ def main(argv: Sequence[str]) -> int:
     problems = layer.errors + settings.problems(frozenset(values) | layer.failed)
     if problems:
         raise ConfigError(problems)
-    figures = Figures(settings)
-    rows = compare(settings, figures)
-    print(as_json(figures, rows) if settings.json else as_table(figures, rows), end="")
-    return 0
+    return settings
 
 
 def options() -> dict[str, Option]:
@@ -64,12 +79,13 @@ def options() -> dict[str, Option]:
     return {"from": dataclasses.replace(found.pop("from_run"), name="from"), **found}
 
 
-def compare(settings: SimulateSettings, figures: Figures) -> list[Row]:
+def simulated(settings: SimulateSettings) -> tuple[Figures, list[Row]]:
     """Runs the model for every plan; colocate alone comes first.
 
     Raises:
-        ConfigError: the plans do not fit the GPUs, or would take too long.
+        ConfigError: figures are missing, the plans do not fit the GPUs, or would take too long; holds all problems.
     """
+    figures = Figures(settings)
     plans = _plans(settings, figures)
     n, events = int(figures.number("n_samples_per_prompt")), 0
     for plan, _ in plans:
@@ -84,7 +100,8 @@ def compare(settings: SimulateSettings, figures: Figures) -> list[Row]:
         )
     lengths = Lengths(figures.draw, n=n, prompt=figures.number("prompt_length"), seed=settings.seed)
     steps_of = [simulate(plan, figures.rates(), lengths, steps=settings.num_rollout) for plan, _ in plans]
-    return [Row(*plan, step, steps_of[0].seconds / step.seconds) for plan, step in zip(plans, steps_of, strict=True)]
+    rows = [Row(*plan, step, steps_of[0].seconds / step.seconds) for plan, step in zip(plans, steps_of, strict=True)]
+    return figures, rows
 
 
 def _plans(settings: SimulateSettings, figures: Figures) -> list[tuple[Plan, int]]:
@@ -146,14 +163,9 @@ def _short(seconds: float) -> str:
     return f"{seconds:.3g}" if seconds < 100 else f"{seconds:.0f}"
 
 
-def _gpus(row: Row) -> str:
-    plan = row.plan
-    return str(plan.train_gpus) if plan.in_turn else f"{plan.train_gpus} + {row.rollout_gpus}"
-
-
 _COLUMNS: dict[tuple[str, str], Callable[[Row], str]] = {
     ("", "mode"): lambda row: row.plan.mode,
-    ("", "GPUs"): _gpus,
+    ("", "GPUs"): lambda row: row.gpus,
     ("max", "stale"): lambda row: str(row.plan.bound.max_staleness),
     ("", "open"): lambda row: str(row.plan.bound.depth),
     ("step", "s"): lambda row: _short(row.step.seconds),

@@ -1,4 +1,4 @@
-"""The whole loop with the other families, tiny and random: push, checkpoint, resume, export."""
+"""The whole loop with the other families, tiny and random: push, checkpoint, resume with other sizes, export."""
 
 import json
 from collections.abc import Callable
@@ -27,6 +27,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # So short a length that prompt and answer are beyond it.
     "Llama": {"rope_parameters": LLAMA3},
 }
+RESHARDED: dict[str, tuple[dict[str, int], str]] = {
+    "Qwen3Moe": ({"expert_model_parallel_size": 2}, "DP 1, EP 1 -> DP 2, EP 2"),
+    "Llama": ({"tensor_model_parallel_size": 2}, "TP 1 -> TP 2"),
+}
+"""Parallel sizes of the second launch, which the first had not, and how a run tells of them."""
 
 
 def make_model(family: str, folder: Path) -> Path:
@@ -66,9 +71,13 @@ def test_a_run_and_its_resume_push_and_export(
 
     (tmp_path / "first.py").write_text("def score(sample):\n    return sample.tokens[0] / 128\n")
     metrics: list[dict[str, Any]] = []
-    for number, more in ((2, {}), (3, {"load": tmp_path / "checkpoints"})):
+    sizes, change = RESHARDED[family]
+    for number, more in ((2, {}), (3, {"load": tmp_path / "checkpoints", **sizes})):
         run = relax("train", *words(number, **more))
         assert run.finish() == 0, run.output
+        assert (f"resumed from rollout 1 of {tmp_path / 'checkpoints'}, resharded: {change}" in run.output) == bool(
+            more
+        )
         assert run.survivors() == []
         lines = (run.folder / "runs" / f"run{number}" / "metrics.jsonl").read_text().splitlines()
         metrics += [m for m in map(json.loads, lines) if "time/step" in m]

@@ -257,6 +257,7 @@ class Ranks(TrainerGroup):
         begin(unfinished, files)
         content = {"format": manifest.FORMAT, "rollout_id": rollout_id, "world_size": 1, "layout": {}, "extra": extra}
         content |= {"dtype": "float32", "scheduler": {"num_steps": rollout_id + 1}}
+        content |= {"optimizer": {"name": manifest.OPTIMIZER, "steps": rollout_id + 1}}
         (unfinished / manifest.MANIFEST).write_text(json.dumps(content))
         self._life.reach("saving, ranks")
         (unfinished / "weights").write_text(json.dumps(self.weights))

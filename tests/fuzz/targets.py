@@ -364,6 +364,7 @@ def _checkpoints(rng: random.Random, folder: Path) -> None:
         "layout": {**ones, "expert_tensor_parallel_size": 1},
         "dtype": "float32",
         "model": manifest.architecture(json.loads((model / "config.json").read_text())),
+        "optimizer": {"name": manifest.OPTIMIZER, "steps": 5},
         "scheduler": {"num_steps": 5},
         "extra": {"rollout": {"format": STATE_FORMAT, "source": open_prompts(settings, _tokenizer()).state_dict()}},
     }

@@ -244,14 +244,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 class Harness:
     """One model with its optimizer on this rank, and a plain cross-entropy step over rows."""
 
-    def __init__(self, folder: Path, parallel: dict[str, Any], **optimizer: Any) -> None:
+    def __init__(self, folder: Path, parallel: dict[str, Any], *, bf16: bool = False, **optimizer: Any) -> None:
         from relax_train.backend.optimizer import build_optimizer
         from relax_train.backend.parallel import setup_parallel
         from relax_train.models.build import build_model
         from relax_train.models.hf_mapping import load_hf_weights
 
         self.settings = train_settings.TrainSettings(
-            model=train_settings.ModelSettings(hf_checkpoint=str(folder), bf16=False),
+            model=train_settings.ModelSettings(hf_checkpoint=str(folder), bf16=bf16),
             parallel=train_settings.ParallelSettings(**parallel),
             optimizer=train_settings.OptimizerSettings(
                 **{"lr": LR, "weight_decay": 0.0, "adam_beta2": 0.95, "adam_eps": EPS, **optimizer}

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,21 @@ def _object_in_a_shard(folder: Path, program: Program) -> None:
         part.length = shard.tell() - part.offset
     (folder / ".metadata").write_bytes(pickle.dumps(index))
 
+
+def _change_moment(folder: Path, change: Callable[[dict[str, Any], str], object]) -> None:
+    """Changes what the index says of a moment that two data-parallel ranks have parts of."""
+    index = read_index(folder / ".metadata")
+    stored = index.state_dict_metadata
+    change(stored, next(name for name in stored if name.startswith("exp_avg.") and len(stored[name].chunks) > 1))
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+LACKING: dict[str, tuple[Callable[[dict[str, Any], str], object], str]] = {
+    "no moment": (lambda stored, name: stored.pop(name), r"it has exp_avg\.model\.\S+ of shape None, this model takes"),
+    "a part of a moment": (lambda stored, name: stored[name].chunks.pop(), r"it does not have all of exp_avg\.model"),
+    "another shape": (lambda stored, name: setattr(stored[name], "size", torch.Size([7])), r"of shape \(7,\), this"),
+}
+"""Checkpoints of two ranks whose checksums are right, and whose optimizer state is not whole."""
 
 DAMAGES: dict[str, Callable[[Path, Program], object]] = {
     "bit of a shard": lambda folder, _: _flip(folder / "__0_0.distcp"),
@@ -108,6 +124,36 @@ def test_what_has_changed_is_refused_and_no_program_runs(
         assert error.startswith(f"--load: {tmp_path / name}") or str(tmp_path / name) in error, error
 
 
+def _load_lacking(harness: Any, reference: Any, folder: Path) -> dict[str, str]:
+    import shutil
+
+    import torch.distributed as dist
+    from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint
+
+    run = harness(reference.folder, {})
+    save_checkpoint(folder / "whole", 0, run.model, run.optimizer)
+    results = {}
+    for name, (damage, _) in LACKING.items():
+        if run.parallel.rank == 0:
+            shutil.copytree(folder / "whole", folder / name)
+            _change_moment(folder / name / "rollout_0", damage)
+            manifest.record_files(folder / name / "rollout_0")
+        dist.barrier()
+        with pytest.raises(CheckpointError, match="cannot read") as error:
+            load_checkpoint(folder / name, run.model, run.optimizer)
+        results[name] = str(error.value)
+    return results
+
+
+def test_optimizer_state_that_is_not_whole_is_refused_on_every_rank(
+    run_ranks: Any, harness: Any, reference: Any, tmp_path: Path
+) -> None:
+    first, second = run_ranks(_load_lacking, 2, harness, reference("qwen3"), tmp_path)
+    assert first == second
+    for name, (_, expected) in LACKING.items():
+        assert re.search(expected, first[name]), first[name]
+
+
 def _written(directory: Path, **changes: Any) -> Path:
     """A folder with a checkpoint of one shard and this manifest."""
     folder = directory / "rollout_3"
@@ -118,6 +164,7 @@ def _written(directory: Path, **changes: Any) -> Path:
         "world_size": 1,
         "layout": {"tensor_model_parallel_size": 1},
         "dtype": "float32",
+        "optimizer": {"name": manifest.OPTIMIZER, "steps": 4},
         "scheduler": {"num_steps": 4},
         "extra": {},
     }
@@ -140,6 +187,8 @@ def _written(directory: Path, **changes: Any) -> Path:
         ("layout", {"tensor_model_parallel_size": "1"}),
         ("world_size", 0),
         ("world_size", True),
+        ("optimizer", None),
+        ("optimizer", {"name": "adam", "steps": 0.5}),
         ("dtype", "int8"),
         ("dtype", ["float32"]),
     ],

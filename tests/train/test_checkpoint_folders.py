@@ -14,6 +14,7 @@ MANIFEST = {
     "format": manifest.FORMAT,
     "world_size": 1,
     "layout": {"tensor_model_parallel_size": 2, "data_parallel_size": 1},
+    "optimizer": {"name": manifest.OPTIMIZER, "steps": 4},
     "dtype": "float32",
     "model": manifest.architecture(MODEL),
     "scheduler": {"num_steps": 3},

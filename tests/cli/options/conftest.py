@@ -137,6 +137,7 @@ def checkpoint(workspace: Path) -> Path:
         "layout": {**sizes, "context_parallel_size": 1, "data_parallel_size": 1, "expert_tensor_parallel_size": 1},
         "dtype": "float32",
         "model": manifest.architecture(json.loads((workspace / "small" / "config.json").read_text())),
+        "optimizer": {"name": manifest.OPTIMIZER, "steps": 5},
         "scheduler": {"num_steps": 5},
         "extra": {"rollout": None},
     }

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from command_words import changed
+from relax_cli.checks.plan import plan_text
 from relax_cli.config.resolution import resolve
 from relax_cli.config.run_config import ConfigError
 from relax_data.prompts.ledger import PromptLedger
@@ -332,10 +333,31 @@ UNFIT: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
         [],
         "samples.npz is not a regular file",
     ),
-    "other layout": (lambda f: None, ["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size 1"),
+    "other layout in format 1": (
+        edit(format=1),
+        ["--pipeline-model-parallel-size", "2"],
+        "by an earlier version with --pipeline-model-parallel-size 1",
+    ),
+    "other optimizer": (edit(optimizer={"name": "muon", "steps": 1}), [], "with the optimizer 'muon'"),
     "other precision": (lambda f: None, ["--bf16"], "resume with --no-bf16"),
     "other model": (edit(model={"num_hidden_layers": 28}), [], "num_hidden_layers 28 instead of 2"),
 }
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "saved with these sizes"),
+        (["--pipeline-model-parallel-size", "2"], "resharded: PP 1 -> PP 2"),
+        (["--tensor-model-parallel-size", "2"], "resharded: TP 1 -> TP 2"),
+    ],
+)
+def test_a_plan_says_that_a_checkpoint_is_resharded(
+    start: list[str], checkpoint: Path, words: list[str], says: str
+) -> None:
+    samples(None)(checkpoint)
+    config = resolve([*start, "--load", "checkpoints", "--save", "checkpoints", "--dry-run", *words], {})
+    assert f"  resumes            {checkpoint}, {says}\n" in plan_text(config)
 
 
 @pytest.mark.parametrize("name", UNFIT)

@@ -267,6 +267,7 @@ def _resume_problems(config: RunConfig) -> Problems:
             found.append(resume_problem(rollout, config))
         found.append(manifest.architecture_problem(saved, read_hf_config(model.hf_checkpoint), folder))
         found.append(manifest.layout_problem(saved, sizes, folder))
+        found.append(manifest.optimizer_problem(saved, folder))
         on_gpu = None if config.placement is None else config.placement.device == "cuda"
         if (bf16 := on_gpu if model.bf16 is None else model.bf16) is not None:
             found.append(manifest.precision_problem(saved, "bfloat16" if bf16 else "float32", folder))

@@ -1,8 +1,11 @@
 """`relax train --dry-run`: what a start would do, worked out from the options and the model's `config.json` alone."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from relax_data.options import flag
+from relax_train.checkpoint import manifest
+from relax_train.checkpoint.folders import CheckpointError
 from relax_train.models.architectures import model_shape
 from relax_train.models.shape import ModelShape
 from relax_train.settings.model import read_hf_config
@@ -146,7 +149,30 @@ def _parallel(config: RunConfig) -> Rows:
     if parallel.recompute_method is not None:
         recompute += f", {parallel.recompute_method}, {parallel.recompute_num_layers} layers"
     rows.append(("recompute", recompute))
-    return rows
+    return [*rows, *_resumes(config, placement)]
+
+
+def _resumes(config: RunConfig, placement: Placement) -> Rows:
+    """The checkpoint of ``--load``, and whether it was saved with other parallel sizes."""
+    load = config.train.checkpoint.load
+    try:
+        found = None if load is None else manifest.find(Path(load))
+    except CheckpointError:
+        return []  # the checks say what is wrong with it
+    if found is None:
+        return []
+    folder, saved = found
+    now = {
+        "tensor_model_parallel_size": placement.tp,
+        "pipeline_model_parallel_size": placement.pp,
+        "context_parallel_size": placement.cp,
+        "data_parallel_size": placement.dp,
+        "expert_model_parallel_size": placement.ep,
+        "expert_tensor_parallel_size": placement.etp,
+    }
+    change = manifest.layout_change(saved, now)
+    how = "saved with these sizes" if change is None else f"resharded: {change}"
+    return [("resumes", f"{folder}, {how}")]
 
 
 def _batches(config: RunConfig) -> Rows:

@@ -192,7 +192,8 @@ class Controller(abc.ABC):
                 self.progress.note("the checkpoint is of a run without rollouts: the prompts begin with the first")
             else:
                 self.workers.rollout.load_state(extra["rollout"], found.folder)
-        self.progress.note(f"resumed from rollout {rollout_id} of {directory}")
+        resharded = "" if found.layout_change is None else f", resharded: {found.layout_change}"
+        self.progress.note(f"resumed from rollout {rollout_id} of {directory}{resharded}")
         self.outcome.last_checkpoint = directory
         self._saved = rollout_id
         return rollout_id + 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,6 +26,22 @@ class StepResult:
 
     grad_norm: float
     lr: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StateShard:
+    """What this rank holds of the optimizer state of one parameter.
+
+    Attributes:
+        param: the parameter, as the model of this rank has it.
+        start: where the shard begins in the flattened parameter; its elements follow each other there.
+        tensors: ``exp_avg`` and ``exp_avg_sq``, Adam's moments, float32 ``[elements of the shard]``; and ``master``,
+            the float32 weights, where the model's own are not. They are the state itself, not copies.
+    """
+
+    param: torch.Tensor
+    start: int
+    tensors: dict[str, torch.Tensor]
 
 
 class Optimizer:
@@ -76,6 +93,34 @@ class Optimizer:
             self.scheduler.step(increment=1)
         return StepResult(grad_norm=norm, lr=lr)
 
+    def shards(self) -> Iterator[StateShard]:
+        """The optimizer state of this rank; data-parallel ranks have other parts of the same parameters."""
+        for part in self.parts:
+            groups = part.optimizer.param_groups
+            for param, (group, place) in part.model_param_group_index_map.items():
+                main = groups[group]["params"][place]
+                state = part.optimizer.state[main]
+                held = part.model_param_gbuf_map[param]
+                span = part.gbuf_ranges[held[0]][held[1]][held[2]]["param_map"][param]["param"]
+                tensors = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+                # Of float32 weights the master weights are a view: they come and go with the model.
+                if param.dtype != torch.float32:
+                    tensors["master"] = main.detach()
+                assert all(tensor.shape == (span.end - span.start,) for tensor in tensors.values())
+                yield StateShard(param, span.start, tensors)
+
+    @property
+    def steps(self) -> int:
+        """Steps that Adam has taken, for the correction of its moments; a step that was skipped is none."""
+        return max(int(state["step"]) for part in self.parts for state in part.optimizer.state.values())
+
+    def set_steps(self, steps: int) -> None:
+        """Lets Adam go on after so many steps."""
+        for part in self.parts:
+            for state in part.optimizer.state.values():
+                # A tensor for each parameter: Adam counts up in place.
+                state["step"] = torch.full_like(state["step"], steps)
+
     def remember_options(self) -> None:
         """Notes the options of all parameter groups, which a load would replace."""
         self._options = [
@@ -85,14 +130,12 @@ class Optimizer:
 
     def after_load(self) -> None:
         """Mends what megatron's ``load_state_dict`` leaves behind; to be called after it."""
+        # Left behind are also the steps from before the load, in one tensor that all parameters share, so that Adam
+        # would count each step once a parameter.
+        self.set_steps(max(group["step"] for part in self.parts for group in part.optimizer.param_groups))
         for part, options in zip(self.parts, self._options, strict=True):
-            taken = max(group["step"] for group in part.optimizer.param_groups)
             for group, option in zip(part.optimizer.param_groups, options, strict=True):
                 group.update(option)  # learning rates, betas, ... are the flags of this start, not those of the save
-            for state in part.optimizer.state.values():
-                # Left behind are the steps from before the load, in one tensor that all parameters share, so that Adam
-                # would count each step once a parameter.
-                state["step"] = torch.full_like(state["step"], taken)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the schedule; the rest is in the sharded checkpoint."""

@@ -26,7 +26,10 @@ from relax_train.checkpoint.folders import (
 from relax_train.models.architectures.base import SHAPE_KEYS, experts_key
 from relax_train.settings.checkpoint import LATEST
 
-FORMAT = 1
+FORMAT = 2
+OLD_FORMAT = 1
+"""Format of earlier versions; its optimizer state is cut as the ranks held it and loads under their layout only."""
+OPTIMIZER = "adam"
 MANIFEST = "relax.json"
 
 
@@ -39,11 +42,11 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "world_size": lambda value: _is_count(value) and value > 0,
     "layout": lambda value: isinstance(value, dict) and all(_is_count(size) and size > 0 for size in value.values()),
     "dtype": lambda value: value in ("float32", "bfloat16"),
+    "optimizer": lambda value: isinstance(value, dict) and _is_count(value.get("steps")),
     "scheduler": lambda value: isinstance(value, dict) and _is_count(value.get("num_steps")),
     "extra": lambda value: isinstance(value, dict),
 }
 """What the entries of ``relax.json`` must be."""
-_KEYS = _KINDS.keys()
 _SMALL = 16 << 20
 """Files up to this size, bytes, are read also by a plan."""
 _THREADS = 8
@@ -59,12 +62,14 @@ class Loaded:
         extra: what was given to :func:`relax_train.checkpoint.save_load.save_checkpoint`.
         optimizer: whether the optimizer state was loaded too.
         folder: of the checkpoint, absolute, with the files that were given to it.
+        layout_change: how the parallel sizes differ from those of the save (:func:`layout_change`), or None.
     """
 
     rollout_id: int
     extra: dict[str, Any]
     optimizer: bool
     folder: Path
+    layout_change: str | None = None
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,13 +109,16 @@ def find(directory: Path, rollout_id: int | None = None) -> tuple[Path, dict[str
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. {way_out(folder)}") from error
     version = manifest.get("format") if isinstance(manifest, dict) else None
-    if version != FORMAT:
-        raise CheckpointError(f"{file} has format {version}, this version reads format {FORMAT}. {way_out(folder)}")
-    missing = sorted(_KEYS - manifest.keys())
+    if version not in (OLD_FORMAT, FORMAT):
+        raise CheckpointError(
+            f"{file} has format {version}, this version reads format {OLD_FORMAT} and {FORMAT}. {way_out(folder)}"
+        )
+    kinds = {name: fits for name, fits in _KINDS.items() if version == FORMAT or name != "optimizer"}
+    missing = sorted(kinds.keys() - manifest.keys())
     if missing or manifest["rollout_id"] != rollout_id:
         what = f"lacks {', '.join(missing)}" if missing else f"is of rollout {manifest['rollout_id']}"
         raise CheckpointError(f"{file} {what}. {way_out(folder)}")
-    odd = [name for name, fits in _KINDS.items() if not fits(manifest[name])]
+    odd = [name for name, fits in kinds.items() if not fits(manifest[name])]
     if odd:
         raise CheckpointError(
             f"{file} is damaged: its {', '.join(odd)} {'is' if len(odd) == 1 else 'are'} not what a run writes. "
@@ -206,19 +214,60 @@ def files_problem(folder: Path, part: int | None = None, parts: int = 1) -> str 
 
 
 def layout_problem(manifest: Mapping[str, Any], now: Mapping[str, int], folder: Path) -> str | None:
-    """Parallel sizes under which the optimizer state does not load.
+    """Parallel sizes under which the optimizer state does not load; only a checkpoint of format 1 has any.
 
     Args:
         now: sizes of this run by the name of their option.
     """
+    if manifest["format"] != OLD_FORMAT:
+        return None
     saved = manifest["layout"]
     fixed = [name for name in now if name not in ("data_parallel_size", "context_parallel_size")]
     differing = [f"--{name.replace('_', '-')} {saved.get(name)}" for name in fixed if saved.get(name) != now[name]]
     if not differing:
         return None
     return (
-        f"{folder} was saved with {', '.join(differing)}; its optimizer state loads only like that. Resume with "
-        "these sizes, or start anew from its weights: export them with --save-hf and give that folder as "
+        f"{folder} was saved by an earlier version with {', '.join(differing)}; its optimizer state loads only like "
+        "that. Resume with these sizes: what is saved then resumes with any. Or start anew from its weights: export "
+        "them with --save-hf and give that folder as --hf-checkpoint"
+    )
+
+
+_SHORT = {
+    "tensor_model_parallel_size": "TP",
+    "pipeline_model_parallel_size": "PP",
+    "context_parallel_size": "CP",
+    "data_parallel_size": "DP",
+    "expert_model_parallel_size": "EP",
+    "expert_tensor_parallel_size": "ETP",
+}
+
+
+def layout_change(manifest: Mapping[str, Any], now: Mapping[str, int]) -> str | None:
+    """Says how the parallel sizes change, as ``TP 2, DP 1 -> TP 1, DP 2``; None when they do not.
+
+    Args:
+        now: sizes of this run by the name of their option, as far as they are known.
+    """
+    saved = manifest["layout"]
+    names = [name for name in _SHORT if name in now and name in saved and saved[name] != now[name]]
+    tensor, expert = "tensor_model_parallel_size", "expert_tensor_parallel_size"
+    if all(sizes.get(tensor) == sizes.get(expert) for sizes in (saved, now)):
+        names = [name for name in names if name != expert]  # it follows TP, also in a model without experts
+    if not names:
+        return None
+    before, after = (", ".join(f"{_SHORT[name]} {sizes[name]}" for name in names) for sizes in (saved, now))
+    return f"{before} -> {after}"
+
+
+def optimizer_problem(manifest: Mapping[str, Any], folder: Path) -> str | None:
+    """An optimizer whose state does not load into the one of this version."""
+    name = OPTIMIZER if manifest["format"] == OLD_FORMAT else manifest["optimizer"].get("name")
+    if name == OPTIMIZER:
+        return None
+    return (
+        f"{folder} was saved with the optimizer {name!r}, whose state {OPTIMIZER!r} cannot take; resume with the "
+        "version that wrote it, or start anew from its weights: export them with --save-hf and give that folder as "
         "--hf-checkpoint"
     )
 

@@ -1,7 +1,8 @@
 """Checkpoints of a run, which appear whole or not at all.
 
 A folder of checkpoints holds one folder ``rollout_<id>`` for each and a file ``latest`` with the name of the newest. A
-checkpoint has megatron-core's sharded files (weights, optimizer), ``rng_<rank>.pt``, ``relax.json`` with everything
+checkpoint has torch's distributed files (weights as megatron-core names them, optimizer state by whole tensor:
+:mod:`relax_train.checkpoint.optimizer_state`), ``rng_<rank>.pt``, ``relax.json`` with everything
 else (the parallel layout, the learning-rate schedule, and ``extra``, what the driver wants back), files of other
 processes that are given to it, and ``files.json`` with sizes and checksums of all these
 (:mod:`relax_train.checkpoint.manifest`). It is written as ``rollout_<id>.tmp`` and renamed when every rank is done;
@@ -39,6 +40,8 @@ from relax_train.checkpoint.folders import (
 from relax_train.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
+    OLD_FORMAT,
+    OPTIMIZER,
     Loaded,
     architecture,
     architecture_problem,
@@ -46,24 +49,30 @@ from relax_train.checkpoint.manifest import (
     complete,
     files_problem,
     find,
+    layout_change,
     layout_problem,
+    optimizer_problem,
     precision_problem,
     way_out,
     written_files,
 )
 from relax_train.checkpoint.no_code import data_only
+from relax_train.checkpoint.optimizer_state import pieces
 from relax_train.checkpoint.sharded_io import (
     check_files,
     dtype_name,
     local_bytes,
     on_every_rank,
     read_state,
-    sharded_state,
+    sharded_weights,
     write_state,
 )
 from relax_train.models.build import Model
 
 T = TypeVar("T")
+
+_SHARED_STREAM = "data-parallel-rng"
+"""megatron-core's stream of random numbers for what is equal on all ranks; the others differ between ranks."""
 
 
 def _on_first_rank(parallel: ParallelState, action: Callable[[], T]) -> T:
@@ -115,14 +124,14 @@ def save_checkpoint(
     directory, parallel = Path(directory).absolute(), model.parallel
     target = rollout_folder(directory, rollout_id)
     unfinished = target.with_name(target.name + ".tmp")
-    state = sharded_state(model, optimizer)
-    size = torch.tensor(local_bytes(state))
+    state, held = sharded_weights(model), pieces(model, optimizer)
+    size = torch.tensor(local_bytes(state) + sum(p.data.numel() * p.data.element_size() for p in held if p.written))
     dist.all_reduce(size, group=parallel.gloo_group)
     manifest = _manifest(rollout_id, model, optimizer, extra or {})
     try:
         _on_first_rank(parallel, lambda: _prepare(unfinished, manifest, files))
         on_every_rank(parallel, lambda: _write_rng(unfinished, parallel))
-        write_state(state, unfinished, parallel)
+        write_state(state, held, unfinished, parallel)
         sums = _checksums(unfinished, parallel)
         _on_first_rank(parallel, lambda: complete(unfinished, target, sums))
     except CheckpointError as error:
@@ -162,6 +171,7 @@ def _manifest(rollout_id: int, model: Model, optimizer: Optimizer, extra: dict[s
         "dtype": dtype_name(model.dtype),
         "model": architecture(model.config_json),
         "megatron_core": VERSION,
+        "optimizer": {"name": OPTIMIZER, "steps": optimizer.steps},
         "scheduler": optimizer.state_dict(),
         "extra": extra,
     }
@@ -192,8 +202,13 @@ def load_checkpoint(
 ) -> Loaded | None:
     """Loads a checkpoint into model and optimizer, in place; collective.
 
-    Weights load under any parallel layout. Optimizer state is cut by tensor, pipeline and expert parallelism and loads
-    only under the same of these.
+    Weights and optimizer state load under every parallel layout; those of format 1, which earlier versions wrote, only
+    with the tensor-, pipeline- and expert-parallel sizes of the save. Beside model and optimizer a rank holds one
+    stored part of a tensor at a time in host memory, at most what one rank that saved had of it.
+
+    Random numbers go on where they were with the sizes of the save. With others the streams that all ranks share go
+    on (torch's, and megatron-core's for what is equal on all ranks), from rank 0; those that belong to a rank of the
+    old layout begin again from ``--seed``, and Python's and numpy's stay as they are. Training itself draws none.
 
     Args:
         directory: folder of checkpoints.
@@ -205,8 +220,8 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint is unreadable.
-        ValueError: the optimizer state was written under another layout or in another precision; the message names the
-            flag.
+        ValueError: the optimizer state is of another optimizer or precision, or of format 1 and another layout; the
+            message names the flag.
     """
     directory, parallel = Path(directory).absolute(), model.parallel
     try:
@@ -224,15 +239,19 @@ def load_checkpoint(
     try:
         on_every_rank(parallel, lambda: check_files(folder))
         on_every_rank(parallel, lambda: _check_bits(folder, parallel))
-        on_every_rank(parallel, lambda: read_state(model, optimizer, folder))
+        old = manifest["format"] == OLD_FORMAT
+        on_every_rank(parallel, lambda: read_state(model, optimizer, folder, old_optimizer=old))
         if optimizer is not None:
+            if not old:
+                optimizer.set_steps(manifest["optimizer"]["steps"])
             with DeviceContext():
                 optimizer.scheduler.num_steps = 0  # megatron adds what it loads
                 optimizer.scheduler.load_state_dict(_schedule(manifest["scheduler"], optimizer))
             on_every_rank(parallel, lambda: _read_rng(folder, manifest, parallel))
     except CheckpointError as error:
         raise CheckpointError(f"--load: cannot read {folder}: {error}. {way_out(folder)}") from error
-    return Loaded(manifest["rollout_id"], manifest["extra"], optimizer is not None, folder)
+    change = layout_change(manifest, parallel.signature)
+    return Loaded(manifest["rollout_id"], manifest["extra"], optimizer is not None, folder, change)
 
 
 def _check_bits(folder: Path, parallel: ParallelState) -> None:
@@ -249,10 +268,11 @@ def _check_fit(manifest: dict[str, Any], model: Model, folder: Path) -> None:
     """
     for problem in (
         layout_problem(manifest, model.parallel.signature, folder),
+        optimizer_problem(manifest, folder),
         precision_problem(manifest, dtype_name(model.dtype), folder),
     ):
         if problem is not None:
-            raise ValueError(problem)
+            raise ValueError(f"--load: {problem}")
 
 
 def _schedule(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -261,18 +281,20 @@ def _schedule(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _read_rng(folder: Path, manifest: dict[str, Any], parallel: ParallelState) -> None:
-    if manifest["world_size"] != parallel.world_size or manifest["layout"] != parallel.signature:
-        return  # other ranks, other streams: the seeds of the start stand
-    file = folder / f"rng_{parallel.rank}.pt"
+    same = manifest["world_size"] == parallel.world_size and manifest["layout"] == parallel.signature
+    file = folder / f"rng_{parallel.rank if same else 0}.pt"
     try:
         with data_only():
             state = torch.load(regular(file), weights_only=True)
     except Exception as error:  # unpickling raises what it likes
         raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    if same:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if has_cuda() and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], parallel.device)
     with DeviceContext():
-        tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        shared = {name: stream for name, stream in state["megatron"].items() if same or name == _SHARED_STREAM}
+        tracker.set_states(tracker.get_states() | shared)

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint import CheckpointException
 from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.mcore import (
     CheckpointingConfig,
-    MCoreSavePlanner,
     dist_checkpointing,
     is_main_replica,
     save_config,
@@ -30,6 +29,7 @@ from relax_train.backend.optimizer import Optimizer
 from relax_train.backend.parallel import ParallelState
 from relax_train.checkpoint.folders import CheckpointError, regular
 from relax_train.checkpoint.no_code import data_only, read_index
+from relax_train.checkpoint.optimizer_state import Piece, SavePlanner, read_optimizer
 from relax_train.models.build import Model
 
 ShardedState = dict[str, Any]
@@ -77,7 +77,7 @@ def on_every_rank(parallel: ParallelState, action: Callable[[], object]) -> None
 
 def _metadata(parallel: ParallelState) -> dict[str, Any]:
     return {
-        # The only format of the distributed optimizer that loads with torch's AdamW.
+        # Of the optimizer state of format 1; the only way of megatron's that loads with torch's AdamW.
         "distrib_optim_sharding_type": "dp_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
@@ -86,19 +86,25 @@ def _metadata(parallel: ParallelState) -> dict[str, Any]:
     }
 
 
-def sharded_state(model: Model, optimizer: Optimizer | None, *, loading: bool = False) -> ShardedState:
-    """megatron-core's description of this rank's weights, and of its optimizer state if one is given."""
-    metadata = _metadata(model.parallel)
+def sharded_weights(model: Model) -> ShardedState:
+    """megatron-core's description of this rank's weights."""
     with DeviceContext(), torch.no_grad():
-        state: ShardedState = {"model": model.gpt[0].sharded_state_dict(metadata=metadata)}
-        if optimizer is not None:
-            described = optimizer.megatron.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
-            state["optimizer"] = described
-    return state
+        return {"model": model.gpt[0].sharded_state_dict(metadata=_metadata(model.parallel))}
+
+
+def old_sharded_optimizer(
+    model: Model, optimizer: Optimizer, weights: ShardedState, *, loading: bool = False
+) -> dict[str, Any]:
+    """megatron-core's description of the optimizer state, cut as the ranks hold it: how format 1 has it."""
+    with DeviceContext(), torch.no_grad():
+        described: dict[str, Any] = optimizer.megatron.sharded_state_dict(
+            dict(weights), is_loading=loading, metadata=_metadata(model.parallel)
+        )
+    return described
 
 
 def local_bytes(state: Any) -> int:
-    """Bytes that this rank writes, about: its tensors, those that other ranks write as well left out."""
+    """Bytes of weights that this rank writes, about: its tensors, those that other ranks write as well left out."""
     if isinstance(state, dict):
         return sum(local_bytes(value) for value in state.values())
     if isinstance(state, list | tuple):
@@ -109,8 +115,8 @@ def local_bytes(state: Any) -> int:
     return 0
 
 
-def write_state(state: ShardedState, folder: Path, parallel: ParallelState) -> None:
-    """Writes the sharded state into an empty folder; collective.
+def write_state(state: ShardedState, held: list[Piece], folder: Path, parallel: ParallelState) -> None:
+    """Writes the sharded state and the pieces of optimizer state into an empty folder; collective.
 
     Raises:
         CheckpointError: on every rank, when any rank failed.
@@ -130,7 +136,7 @@ def write_state(state: ShardedState, folder: Path, parallel: ParallelState) -> N
                 to_torch_checkpoint(sharded),
                 # One thread: with more, torch loses the errors of all but the first.
                 storage_writer=torch_checkpoint.FileSystemWriter(folder, thread_count=1, sync_files=True),
-                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+                planner=SavePlanner(held),
                 process_group=parallel.gloo_group,
             )
     except CheckpointException as caught:
@@ -172,16 +178,26 @@ def _read_kind(file: Path) -> None:
         raise ValueError(f"it is no sharded checkpoint of the kind {_KIND!r}")
 
 
-def read_state(model: Model, optimizer: Optimizer | None, folder: Path) -> None:
+def read_state(model: Model, optimizer: Optimizer | None, folder: Path, *, old_optimizer: bool = False) -> None:
     """Reads weights, and optimizer state if an optimizer is given, in place; collective.
 
-    The weights may have been written under another layout, the optimizer state may not.
+    Both may have been written under another layout. Each rank reads what it needs of the others' files, one stored
+    tensor part at a time.
+
+    Args:
+        old_optimizer: the optimizer state is that of format 1, which loads under its own layout only.
     """
-    state = sharded_state(model, optimizer, loading=True)
+    state = sharded_weights(model)
+    if optimizer is not None and old_optimizer:
+        state["optimizer"] = old_sharded_optimizer(model, optimizer, state, loading=True)
     with DeviceContext(), torch.no_grad():
         with data_only():
             loaded = dist_checkpointing.load(state, os.fspath(folder))
         model.gpt[0].load_state_dict(loaded["model"])
-        if optimizer is not None:
+        if optimizer is None:
+            return
+        if old_optimizer:
             optimizer.megatron.load_state_dict(loaded["optimizer"])
             optimizer.after_load()
+        else:
+            read_optimizer(model, optimizer, folder)

@@ -29,6 +29,23 @@ def _alone(param: torch.Tensor) -> Tensors:
 
 
 @dataclasses.dataclass(frozen=True)
+class Block:
+    """Consecutive elements of a parameter that are a rectangle of a whole tensor, row by row.
+
+    Attributes:
+        name: of the whole tensor, the same under every parallel layout.
+        size: shape of the whole tensor.
+        offset: where the rectangle begins in it.
+        shape: of the rectangle, with as many dimensions.
+    """
+
+    name: str
+    size: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Entry:
     """One parameter of this rank and the Hugging Face tensors that it holds a part of.
 
@@ -41,6 +58,7 @@ class Entry:
         split: the inverse; views where possible.
         expert: number of the expert in the whole model, or None.
         rows: for a padded vocabulary, the rows that the Hugging Face tensor has.
+        interleaved: whether the parameter holds the tensors in turns (query, key, value), not one after the other.
         is_copy: the last stage's copy of a tied embedding, which is no tensor of its own.
     """
 
@@ -52,6 +70,7 @@ class Entry:
     split: Callable[[torch.Tensor], Tensors] = _alone
     expert: int | None = None
     rows: int | None = None
+    interleaved: bool = False
     is_copy: bool = False
 
     @property
@@ -75,6 +94,29 @@ class Entry:
                 shape[0] = self.rows
             shapes.append(torch.Size(shape))
         return shapes
+
+    def blocks(self) -> list[Block]:
+        """The parameter in the order of its elements, as rectangles of whole tensors; rows of padding are left out.
+
+        Tensors that are interleaved count as one, the parameter of an uncut model, named by all of them.
+        """
+        if self.interleaved:
+            pieces = [("+".join(self.names), tuple(self.param.shape))]
+        else:
+            shapes = [tuple(piece.shape) for piece in self.split(self.param.detach())]
+            pieces = list(zip(self.names, shapes, strict=True))
+        return [self._block(name, shape) for name, shape in pieces]
+
+    def _block(self, name: str, shape: tuple[int, ...]) -> Block:
+        size, offset = list(shape), [0] * len(shape)
+        if self.dim is not None:
+            size[self.dim] *= self.parts
+            offset[self.dim] = self.part * shape[self.dim]
+        if self.rows is not None:
+            size[0] = self.rows
+            offset[0] = min(offset[0], self.rows)
+            shape = (min(shape[0], self.rows - offset[0]), *shape[1:])
+        return Block(name, tuple(size), tuple(offset), shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +150,7 @@ def _entry(module: torch.nn.Module, weight: Weight, model: Model, numbers: Mappi
     how: dict[str, Any] = {"dim": weight.cut, "group": None if weight.cut is None else cut_over}
     if weight.join == "qkv":
         qkv = _QKV(config.num_attention_heads // config.num_query_groups, config.kv_channels)
-        how |= {"join": qkv.join, "split": qkv.split}
+        how |= {"join": qkv.join, "split": qkv.split, "interleaved": True}
     elif len(names) > 1:
         how |= {"join": torch.cat, "split": lambda held: list(held.chunk(len(names)))}
     if "vocab" in weight.tensors[0].dims:

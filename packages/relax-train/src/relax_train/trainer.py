@@ -182,6 +182,8 @@ class Trainer:
     def load(self, directory: str) -> Loaded | None:
         """Resumes weights, optimizer and schedule from the latest checkpoint under ``directory``.
 
+        It may have been saved under another parallel layout.
+
         The reference model stays what :meth:`setup` made it: ``--ref-load`` or the start weights.
 
         Returns:
@@ -190,7 +192,7 @@ class Trainer:
 
         Raises:
             CheckpointError: it is unreadable.
-            ValueError: it belongs to another model or parallel layout; the message names the difference.
+            ValueError: it belongs to another model, precision or optimizer; the message names the difference.
         """
         return load_checkpoint(directory, self._awake(), _there(self._optimizer))
 

@@ -112,7 +112,8 @@ class Optimizer:
     @property
     def steps(self) -> int:
         """Steps that Adam has taken, for the correction of its moments; a step that was skipped is none."""
-        return max(int(state["step"]) for part in self.parts for state in part.optimizer.state.values())
+        taken = (int(state["step"]) for part in self.parts for state in part.optimizer.state.values())
+        return max(taken, default=0)  # a rank of a tiny model may hold nothing
 
     def set_steps(self, steps: int) -> None:
         """Lets Adam go on after so many steps."""

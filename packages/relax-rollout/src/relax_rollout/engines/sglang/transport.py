@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from relax_rollout.connections import SingleConnections
 from relax_rollout.engines.base import EngineDied, EngineSilent
 from relax_rollout.engines.sglang.log import last_words
 
@@ -53,8 +54,7 @@ class Transport:
         loop = asyncio.get_running_loop()
         if self._http is None or self._loop is not loop or self._http.is_closed:
             # The server drops idle connections after 5 s; dropping them earlier avoids the race with its close.
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=3.0)
-            self._http = httpx.AsyncClient(base_url=self.url, trust_env=False, limits=limits)
+            self._http = httpx.AsyncClient(base_url=self.url, trust_env=False, transport=SingleConnections(3.0))
             self._loop = loop
         return self._http
 

@@ -1,9 +1,9 @@
-"""Responses with long-tailed lengths: an answer of the model, then as many more tokens as a hash of the prompt says.
+"""Responses with long-tailed lengths: an answer of the model, and then as many tokens as a hash of the prompt says.
 
 A small model answers arithmetic in five tokens, so all its responses are about equally long. Here the engine goes on
-behind the answer, as a model does that thinks for a few tokens or for very many. The tokens of the tail are sampled,
-weighed and trained like all others but for their loss mask, which is 0; the reward sees the answer alone. So the task
-and what is learnt are those of the example, and only the lengths differ.
+behind the answer, as a model does that thinks for a few tokens or for very many. What follows the answer is sampled,
+scored by the trainer and pushed through its layers like all else, but has loss mask 0, and the reward does not see it.
+So the task and what is learnt are those of the example, and only the lengths differ.
 """
 
 import math
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from relax_rollout.generation.generate import GenerateFunction, GenerationContext
 
 
-def tail_length(prompt_id: int, index: int, *, mean: float, spread: float) -> int:
-    """Tokens behind the answer of one sample: log-normal, and the same in every run.
+def response_length(prompt_id: int, index: int, *, mean: float, spread: float) -> int:
+    """Tokens of one response: log-normal, and the same in every run.
 
-    Half of the variance belongs to the prompt, which makes some problems long for all their responses.
+    Half of the variance belongs to the prompt, so that some problems are long for all their responses.
 
     Args:
         prompt_id: of the prompt.
@@ -32,32 +32,31 @@ def tail_length(prompt_id: int, index: int, *, mean: float, spread: float) -> in
 
 
 def long_tailed(*, mean: float, spread: float = 1.0, answer_tokens: int = 8) -> "GenerateFunction":
-    """A generate function whose responses are ``answer_tokens`` at most, and a tail of :func:`tail_length`.
+    """A generate function for responses of :func:`response_length`, of which the first tokens are the answer.
 
-    ``--rollout-max-response-len`` caps both together. Where the cap is ``answer_tokens``, as an evaluation may set it,
-    there is no tail. The function has no state but the tokens: called again for a sample that was interrupted, in the
-    answer or in the tail, it goes on there.
+    ``--rollout-max-response-len`` caps the length; an evaluation that allows ``answer_tokens`` gets the answer alone.
+    The function has no state but the tokens. Called again for a sample that was interrupted, it goes on there.
+
+    Args:
+        mean: see :func:`response_length`.
+        spread: likewise.
+        answer_tokens: most tokens of an answer, which the end of sequence ends earlier; no response is shorter.
     """
 
     async def generate(sample: "Sample", context: "GenerationContext") -> None:
-        end = context.tokenizer.eos_token_id
-        if end not in sample.tokens[:answer_tokens]:
-            reason = await context.extend(sample, max_new_tokens=answer_tokens - len(sample.tokens))
-            if reason == "abort":
-                context.finish(sample, reason)
-                return
-        answer = sample.tokens[:answer_tokens]
+        length = response_length(sample.prompt.prompt_id, sample.index, mean=mean, spread=spread)
+        more = max(length, answer_tokens) - len(sample.tokens)
+        reason = await context.extend(sample, max_new_tokens=more, ignore_eos=True)
+        answer, end = sample.tokens[:answer_tokens], context.tokenizer.eos_token_id
         ended = end in answer
         if ended:
-            answer = answer[: answer.index(end) + 1]
-        wanted = len(answer) + tail_length(sample.prompt.prompt_id, sample.index, mean=mean, spread=spread)
-        reason = await context.extend(sample, max_new_tokens=wanted - len(sample.tokens), ignore_eos=True)
+            del answer[answer.index(end) + 1 :]
         sample.loss_mask[len(answer) :] = [0] * (len(sample.tokens) - len(answer))
         if reason == "abort":
-            context.finish(sample, "abort")
+            context.finish(sample, reason)
             return
         context.finish(sample, "stop" if ended else "length")
-        # Of a response that is left empty, the text of all tokens would be put in its place.
+        # A response that is left empty would be filled with the text of all tokens.
         sample.response = context.tokenizer.decode(answer, skip_special_tokens=True) or " "
 
     generate.resumable = True  # type: ignore[attr-defined]

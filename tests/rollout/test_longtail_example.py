@@ -21,7 +21,7 @@ from tiny_models import SHAPE, random_model
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic" / "longtail.py"
 ANSWER = 8
-MEAN = 12.0
+MEAN = 24.0
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def example() -> Any:
 
 def test_the_lengths_have_a_long_tail_and_are_the_same_every_time(example: Any) -> None:
     def draw(spread: float) -> list[int]:
-        return [example.tail_length(p, s, mean=100, spread=spread) for p in range(500) for s in range(8)]
+        return [example.response_length(p, s, mean=100, spread=spread) for p in range(500) for s in range(8)]
 
     lengths = sorted(draw(1.0))
     assert statistics.fmean(lengths) == pytest.approx(100, rel=0.1)
@@ -125,14 +125,13 @@ async def test_an_interrupted_response_is_that_of_an_uninterrupted_one(
     end = next(t for i, t in enumerate(greedy) if 0 < i < ANSWER and t not in greedy[:i]) if ends else -1
     answer = greedy.index(end) + 1 if ends else ANSWER
     whole = await respond(end=end)
-    tail = example.tail_length(whole.prompt.prompt_id, 0, mean=MEAN, spread=1.0)
-    assert tail > 3
-    assert len(whole.tokens) == answer + tail
-    assert whole.loss_mask == [1] * answer + [0] * tail
+    length = example.response_length(whole.prompt.prompt_id, 0, mean=MEAN, spread=1.0)
+    assert len(whole.tokens) == length > ANSWER + 3
+    assert whole.loss_mask == [1] * answer + [0] * (length - answer)
     assert whole.status is (SampleStatus.COMPLETED if ends else SampleStatus.TRUNCATED)
     text = respond.tokenizer.decode(whole.tokens[: answer - ends], skip_special_tokens=True)
     assert whole.response.strip() == text.strip(), "the reward does not see the tail, also where the answer is empty"
-    for cuts in [(i,) for i in range(len(whole.tokens))] + [(1, answer, answer + 1, answer + 3)]:
+    for cuts in [(i,) for i in range(len(whole.tokens))] + [(1, answer, answer + 1, ANSWER, length - 1)]:
         again = await respond(*cuts, end=end)
         assert (again.tokens, again.loss_mask) == (whole.tokens, whole.loss_mask), cuts
         assert (again.status, again.response, again.reward) == (whole.status, whole.response, whole.reward)

@@ -89,6 +89,8 @@ def task_words(setting: str, arguments: argparse.Namespace, folder: Path) -> lis
         words += ["--actor-num-gpus-per-node", "1", "--sglang-mem-fraction-static", str(arguments.mem_fraction)]
     most = arguments.samples * max(arguments.batch, arguments.depth, arguments.restart_depth)
     words += ["--sglang-max-running-requests", str(most)]
+    if not GPU:
+        words += ["--sglang-max-total-tokens", str(min(most * arguments.cap_tokens, 65536))]
     if not arguments.no_eval:
         words += [
             "--eval-prompt-data",
@@ -115,9 +117,10 @@ def setting_words(setting: str, arguments: argparse.Namespace) -> list[str]:
     if setting == "plain":
         return ["--no-partial-rollout", "--over-sampling-batch-size", str(arguments.batch)]
     if setting == "restart":
-        return ["--no-partial-rollout", "--over-sampling-batch-size", str(arguments.restart_depth)]
-    depth = ["--over-sampling-batch-size", str(arguments.depth), "--max-staleness", str(arguments.max_staleness)]
-    return ["--partial-rollout", *depth]
+        depth, keep = arguments.restart_depth, "--no-partial-rollout"
+    else:
+        depth, keep = arguments.depth, "--partial-rollout"
+    return [keep, "--over-sampling-batch-size", str(depth), "--max-staleness", str(arguments.max_staleness)]
 
 
 def run(setting: str, arguments: argparse.Namespace, folder: Path) -> None:
@@ -245,12 +248,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=["dense", "4b"], help="a random Qwen3: of 0.6 B (tiny on CPU), or of 4 B")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--mean-tokens", type=float, default=64.0, help="mean of the lengths, before the cap")
-    parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of their logarithm")
-    parser.add_argument("--cap-tokens", type=int, default=400, help="longest response")
+    parser.add_argument("--spread", type=float, default=1.5, help="standard deviation of their logarithm")
+    parser.add_argument("--cap-tokens", type=int, default=1000, help="longest response")
     parser.add_argument("--batch", type=int, default=8, help="prompts a step")
-    parser.add_argument("--samples", type=int, default=8, help="responses a prompt")
-    parser.add_argument("--depth", type=int, help="prompts that partial has open at once; default: twice the batch")
-    parser.add_argument("--restart-depth", type=int, help="prompts that restart has open; default: 1.25 of the batch")
+    parser.add_argument("--samples", type=int, default=4, help="responses a prompt")
+    parser.add_argument("--depth", type=int, help="prompts that partial has open at once; default: 4 times the batch")
+    parser.add_argument("--restart-depth", type=int, help="prompts that restart has open; default: twice the batch")
     parser.add_argument("--max-staleness", type=int, default=4)
     parser.add_argument("--rollouts", type=int, default=60, help="that are counted")
     parser.add_argument("--warm-up", type=int, help="rollouts before them; default: the staleness + 1")
@@ -263,8 +266,8 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if (arguments.model_dir or arguments.shape) and not arguments.no_eval:
         parser.error("a model other than that of the example is measured for speed alone: add --no-eval")
-    arguments.depth = arguments.depth or 2 * arguments.batch
-    arguments.restart_depth = arguments.restart_depth or arguments.batch + max(1, arguments.batch // 4)
+    arguments.depth = arguments.depth or 4 * arguments.batch
+    arguments.restart_depth = arguments.restart_depth or 2 * arguments.batch
     arguments.warm_up = arguments.max_staleness + 1 if arguments.warm_up is None else arguments.warm_up
     return arguments
 

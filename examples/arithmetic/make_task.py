@@ -113,7 +113,7 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
         tie_word_embeddings=True,
         pad_token_id=0,
         eos_token_id=1,

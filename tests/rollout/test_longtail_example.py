@@ -64,7 +64,7 @@ class Respond:
     """Generates one response as a rollout does, and cuts requests when the response has one of some lengths."""
 
     def __init__(self, example: Any, make_engine: Any, source: Any, tokenizer: Any) -> None:
-        self.generate = example.long_tailed(mean=MEAN, answer_tokens=ANSWER)
+        self.generate = example.long_tailed(mean=MEAN, spread=1.0, answer_tokens=ANSWER)
         self.make_engine, self.tokenizer = make_engine, tokenizer
         (self.prompt,) = source.next(1)
         self.requests: list[GenerateRequest] = []

@@ -80,7 +80,7 @@ def task_words(setting: str, arguments: argparse.Namespace, folder: Path) -> lis
     else:
         words = [
             *("--hf-checkpoint", str(arguments.model_dir), "--prompt-data", str(EXAMPLE / "data" / "train.jsonl")),
-            *("--apply-chat-template", "--custom-rm-path", "bench_hooks:reward", "--lr", "1e-6"),
+            *("--apply-chat-template", "--custom-rm-path", "bench_hooks:reward", "--lr", "1e-6", "--use-tis"),
             *("--use-dynamic-batch-size", "--max-tokens-per-gpu", str(arguments.cap_tokens + 1024)),
             *("--rollout-max-context-len", str(arguments.cap_tokens + 512)),
             *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
@@ -252,10 +252,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cap-tokens", type=int, default=1000, help="longest response")
     parser.add_argument("--batch", type=int, default=8, help="prompts a step")
     parser.add_argument("--samples", type=int, default=4, help="responses a prompt")
-    parser.add_argument("--depth", type=int, help="prompts that partial has open at once; default: 4 times the batch")
+    parser.add_argument("--depth", type=int, help="prompts that partial has open at once; default: twice the batch")
     parser.add_argument("--restart-depth", type=int, help="prompts that restart has open; default: twice the batch")
     parser.add_argument("--max-staleness", type=int, default=4)
-    parser.add_argument("--rollouts", type=int, default=60, help="that are counted")
+    parser.add_argument("--rollouts", type=int, default=95, help="that are counted")
     parser.add_argument("--warm-up", type=int, help="rollouts before them; default: the staleness + 1")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--no-eval", action="store_true", help="no held-out rewards")
@@ -266,7 +266,7 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if (arguments.model_dir or arguments.shape) and not arguments.no_eval:
         parser.error("a model other than that of the example is measured for speed alone: add --no-eval")
-    arguments.depth = arguments.depth or 4 * arguments.batch
+    arguments.depth = arguments.depth or 2 * arguments.batch
     arguments.restart_depth = arguments.restart_depth or 2 * arguments.batch
     arguments.warm_up = arguments.max_staleness + 1 if arguments.warm_up is None else arguments.warm_up
     return arguments

@@ -32,7 +32,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "arithmetic"
 GPU = torch.cuda.is_available()
-SETTINGS = ("plain", "restart", "partial")
+SETTINGS = ("plain", "partial", "restart")
 DIFFERENT = ("partial-rollout", "over-sampling-batch-size", "max-staleness", "eval-")
 """Options of the example that the benchmark sets itself."""
 ANSWER_TOKENS = 8

@@ -9,6 +9,7 @@ import pytest
 from relax_data.types import Prompt, Sample, SampleStatus
 from relax_rollout.engines.base import GenerateRequest, GenerateResult
 from relax_rollout.generation.seam import cut_at_seam, ends_response
+from relax_rollout.loop.context import RolloutProgress
 from relax_rollout.loop.rollout_loop import RolloutLoop
 from relax_rollout.settings import RolloutSettings
 
@@ -29,8 +30,16 @@ class Letters:
 class SlowEngine:
     """The response to prompt 0 takes many turns; the abort gives back what there is, as SGLang does."""
 
-    def __init__(self, length: int = 60, end: int | None = None) -> None:
+    def __init__(self, length: int = 60, end: int | None = None, *, first_after: int = 0) -> None:
+        """Makes one.
+
+        Args:
+            length: of the response to prompt 0.
+            end: its last token when it is aborted.
+            first_after: turns before its first token, in the first request.
+        """
         self.name, self.version, self.length, self._end = "engine0", 0, length, end
+        self._wait = first_after
         self.requests: list[GenerateRequest] = []
         self._running: set[str] = set()
         self._aborted: set[str] = set()
@@ -45,6 +54,9 @@ class SlowEngine:
         reason: Any = "length" if wanted >= request.sampling.max_new_tokens else "stop"
         while len(tokens) < min(wanted, request.sampling.max_new_tokens):
             await asyncio.sleep(0)
+            if slow and self._wait and request.rid not in self._aborted:
+                self._wait -= 1
+                continue
             if request.rid in self._aborted:
                 reason = "abort"
                 break
@@ -178,6 +190,30 @@ async def test_a_protected_sample_is_not_interrupted_again(length_reward: Any) -
     (sample,) = [s for r in results for g in r.groups if g.prompt.prompt_id == SLOW for s in g.samples]
     assert sample.aborted_count == 2
     assert max(r.metrics["rollout/interrupted_max"] for r in results) == 2
+
+
+async def test_a_full_batch_says_which_group_it_waits_for(length_reward: Any) -> None:
+    engine = SlowEngine(length=90)
+    loop = make_loop(engine, length_reward, max_staleness=5, partial_rollout_max_aborted_count=2)
+    reports: list[RolloutProgress] = []
+    loop._progress, loop._progress_interval_s = reports.append, 0.0
+    await steps(loop, engine, 3)
+    waits = [r.waiting_for for r in reports if "the batch is full" in r.waiting_for]
+    assert waits
+    assert "a:1, 2 version(s) old, interrupted up to 2 times" in waits[-1]
+    assert {r.rollout_id for r in reports if "the batch is full" in r.waiting_for} == {2}
+
+
+async def test_an_abort_before_the_first_token_is_no_interruption(length_reward: Any) -> None:
+    engine = SlowEngine(first_after=10**6)
+    loop = make_loop(engine, length_reward)
+    first, second, *_ = await steps(loop, engine, 2)
+    asked = [r for r in engine.requests if f"-p{SLOW}-" in r.rid]
+    assert asked[0].input_ids == asked[1].input_ids == [5, 6]
+    assert asked[0].sampling.max_new_tokens == asked[1].sampling.max_new_tokens == 100
+    assert first.metrics["rollout/interrupted_max"] == 0
+    assert first.metrics["rollout/restarted_samples"] == second.metrics["rollout/restarted_samples"] == 0
+    assert second.metrics["rollout/kept_tokens"] == 0
 
 
 async def test_the_mask_leaves_the_tokens_of_the_newest_weights(length_reward: Any) -> None:

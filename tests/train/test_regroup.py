@@ -1,5 +1,6 @@
 """However samples are grouped into micro-batches and dealt to ranks, the gradient of a step is the same (float64)."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,12 +82,25 @@ def flat_gradient(model: TinyModel) -> torch.Tensor:
     return torch.cat(found)
 
 
-def step(
-    model: TinyModel, batch: TrainBatch, groups: list[list[int]], settings: AlgorithmSettings
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """Gradient (flat) and metric sums of one optimizer step; ranks add up their gradients as micro-batches do."""
+Columns = list[np.ndarray]
+
+
+def other_log_probs(batch: TrainBatch) -> tuple[Columns, Columns]:
+    """Log-probs of the policy before the step and of the reference."""
     rng = np.random.default_rng(9)
     old, ref = ([-rng.random(r) * 3 for r in batch.response_lengths] for _ in range(2))
+    return old, ref
+
+
+def step(
+    model: TinyModel,
+    batch: TrainBatch,
+    groups: list[list[int]],
+    settings: AlgorithmSettings,
+    others: tuple[Columns, Columns] | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Gradient (flat) and metric sums of one optimizer step; ranks add up their gradients as micro-batches do."""
+    old, ref = others or other_log_probs(batch)
     inputs = advantage_inputs(
         StepManifest.of(batch),
         settings,
@@ -169,6 +183,46 @@ def test_every_estimator_and_loss(batch: TrainBatch, estimator: str, loss: str, 
             assert (grad - whole).abs().max() < 1e-9, groups
             for name, value in sums.items():
                 assert value == pytest.approx(totals[name], abs=1e-9), (name, groups)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(("estimator", "loss"), COMBINATIONS)
+def test_masked_off_policy_tokens_are_as_good_as_part_of_the_prompt(
+    batch: TrainBatch, estimator: str, loss: str, per_token: bool
+) -> None:
+    """`--mask-offpolicy-in-partial-rollout` masks what older weights have sampled: the beginning of a response."""
+    settings = AlgorithmSettings(
+        advantage_estimator=estimator,
+        loss_type=loss,
+        calculate_per_token_loss=per_token,
+        kl_coef=0.2,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        entropy_coef=0.01,
+        use_tis=True,
+    )
+    older = [1, 4, 0, 2, 3, 1]
+
+    def without(column: Columns) -> Columns:
+        return [row[n:] for row, n in zip(column, older, strict=True)]
+
+    masks = [np.concatenate([np.zeros(n), m[n:]]).astype(m.dtype) for m, n in zip(batch.loss_masks, older, strict=True)]
+    masked = dataclasses.replace(batch, loss_masks=masks)
+    shorter = dataclasses.replace(
+        batch,
+        response_lengths=batch.response_lengths - older,
+        loss_masks=without(batch.loss_masks),
+        rollout_log_probs=without(batch.rollout_log_probs),
+    )
+    old, ref = other_log_probs(batch)
+    model = TinyModel()
+    whole, _ = step(model, batch, [list(range(N))], settings, (old, ref))
+    expected, sums = step(model, shorter, [list(range(N))], settings, (without(old), without(ref)))
+    assert (expected - whole).abs().max() > 1e-3, "the older tokens matter when they are not masked"
+    for groups in ([list(range(N))], [[0, 3], [1], [2, 4, 5]]):
+        grad, masked_sums = step(model, masked, groups, settings, (old, ref))
+        assert (grad - expected).abs().max() < 1e-9
+        assert masked_sums == pytest.approx(sums, abs=1e-9)
 
 
 def test_algorithms_differ(batch: TrainBatch) -> None:

@@ -114,6 +114,21 @@ class Run:
                 return [f"{p.pid} {_status(p)} {_command(p)}" for p in alive]
             time.sleep(0.5)
 
+    def find(self, wanted: Callable[[psutil.Process], bool]) -> psutil.Process:
+        """The one living process of the run that ``wanted`` is true of."""
+        self.look()
+        found = [p for p in self.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE and wanted(p)]
+        assert len(found) == 1, found
+        return found[0]
+
+    def find_server(self) -> psutil.Process:
+        """SGLang's server; unlike its supervisor's, its words begin with its module."""
+        return self.find(lambda p: p.cmdline()[1:3] == ["-m", "sglang.launch_server"])
+
+    def find_actor(self, name: str) -> psutil.Process:
+        """The process of a Ray actor of this class."""
+        return self.find(lambda p: p.cmdline()[:1] == [f"ray::{name}"] or p.name().startswith(f"ray::{name}"))
+
     def metrics(self) -> list[dict[str, Any]]:
         path = self.folder / "runs" / "run" / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -14,17 +14,43 @@ from relax_data.prompts.saved_groups import SAMPLES_FILE, read_arrays
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-STEPS = 10
+STEPS = 6
 
-# Exact match. While the file of HELD_REWARD is there, the seventh rollout (four prompts each) waits for its rewards.
+# Not equal for all prompts, so that greedy responses have advantages too. Prompts from the number on that the file of
+# HELD_REWARD holds get no reward before it holds a larger one, or is gone: steps go on up to where they are needed.
 REWARD = """
 import asyncio, os
 
+def held():
+    try:
+        with open(os.environ.get("HELD_REWARD", "")) as file:
+            return int(file.read())
+    except FileNotFoundError:
+        return 10**9
+
 async def reward(sample):
-    while sample.prompt.prompt_id >= 24 and os.path.exists(os.environ.get("HELD_REWARD", "")):
+    while sample.prompt.prompt_id >= held():
         await asyncio.sleep(0.05)
-    return float(sample.response.strip() == sample.prompt.label)
+    return float(sample.response.strip() == sample.prompt.label) + sample.prompt.prompt_id % 3
 """
+
+ALL_PROFILERS = {
+    "sglang_profile": True,
+    "sglang_profile_steps": 1,
+    "use_pytorch_profiler": True,
+    "profile_step_start": 1,
+    "profile_step_end": 1,
+    "record_memory_history": True,
+    "memory_recorder": "memray",
+    "memory_snapshot_num_steps": 2,
+}
+
+
+def hold_from(file: Path, prompt_id: int) -> None:
+    """Lets prompts from this one on wait for their rewards."""
+    new = file.with_suffix(".new")
+    new.write_text(str(prompt_id))
+    new.rename(file)
 
 
 def prompts_by_rollout(folder: Path) -> dict[int, list[int]]:
@@ -45,49 +71,53 @@ def weights(folder: Path) -> dict[str, Any]:
     return tensors
 
 
-def test_ten_steps_equal_five_a_kill_and_five(task: Any, relax: Callable[..., Any], tmp_path: Path) -> None:
-    """Invariants 1 and 6 over a real run, and everything a run writes."""
+def test_six_steps_equal_three_a_kill_and_three(task: Any, relax: Callable[..., Any], tmp_path: Path) -> None:
+    """Invariants 1, 6 and 12 over a real run, and everything a run writes; then only the trainer, on its rollouts."""
     (tmp_path / "my_reward.py").write_text(REWARD)
     held = tmp_path / "held"
-    held.touch()
+    hold_from(held, 16)  # the fifth rollout, of four prompts each, is the first that waits
+
+    # REINFORCE++ compares all samples of a step: greedy responses to one prompt are equal.
+    learning = {"rollout_temperature": 0, "entropy_coef": 0.01, "advantage_estimator": "reinforce_plus_plus"}
 
     def flags(name: str, **changes: Any) -> list[str]:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        # Greedy responses to one prompt are equal, so their advantages are zero: the entropy bonus moves the weights.
         return task.flags(
             num_rollout=STEPS,
             rm_type=None,
             custom_rm_path=f"{tmp_path}/my_reward.py:reward",
-            rollout_temperature=0,
-            entropy_coef=0.01,
             rollout_shuffle=True,
             save=folder / "checkpoints",
-            save_interval=5,
+            save_interval=3,
             save_hf=folder / "hf_{rollout_id}",
             save_debug_rollout_data=folder / "rollout_{rollout_id}.jsonl",
+            **learning,
             **changes,
         )
 
     straight = relax(
         "train",
-        *flags("straight", eval_interval=5, eval_prompt_data=["heldout", task.heldout]),
+        *flags("straight", eval_interval=3, eval_prompt_data=["heldout", task.heldout], **ALL_PROFILERS),
         folder=mkdir(tmp_path / "a"),
     )
     assert straight.finish() == 0, straight.output
     assert straight.survivors() == []
     check_artifacts(straight)
+    check_traces(straight.folder / "traces" / "run")
 
     killed = relax("train", *flags("parts"), folder=mkdir(tmp_path / "b"), env={"HELD_REWARD": str(held)})
-    killed.wait_for(lambda: len(killed.steps()) >= 6, "sixth step")
+    killed.wait_for(lambda: len(killed.steps()) >= 4, "fourth step")
     os.kill(killed.process.pid, signal.SIGKILL)
     killed.process.wait()
     assert killed.survivors() == [], "processes outlive a killed driver"
 
     resumed = relax("train", *flags("parts", load=tmp_path / "parts" / "checkpoints"), folder=mkdir(tmp_path / "c"))
     assert resumed.finish() == 0, resumed.output
-    assert "resumed from rollout 4" in resumed.output
-    assert [m["step"] for m in resumed.steps()] == list(range(5, STEPS)), "rollout ids are absolute"
+    assert "resumed from rollout 2" in resumed.output
+    assert [m["step"] for m in resumed.steps()] == list(range(3, STEPS)), "rollout ids are absolute"
+    for whole, part in zip(straight.steps(), killed.steps()[:3] + resumed.steps(), strict=True):
+        assert comparable(part) == pytest.approx(comparable(whole), rel=1e-6, abs=1e-6)
 
     one, two = prompts_by_rollout(tmp_path / "straight"), prompts_by_rollout(tmp_path / "parts")
     assert sorted(one) == list(range(STEPS))
@@ -100,23 +130,67 @@ def test_ten_steps_equal_five_a_kill_and_five(task: Any, relax: Callable[..., An
     assert max((last[k] - first[k]).abs().max().item() for k in first) > 1e-4, "training changed the weights"
     assert max((last[k] - again[k]).abs().max().item() for k in last) <= 1e-5
 
+    trained = relax(
+        "train",
+        *task.flags(
+            num_rollout=STEPS,
+            load_debug_rollout_data=tmp_path / "straight" / "rollout_{rollout_id}.jsonl",
+            debug_train_only=True,
+            **learning,
+        ),
+        folder=mkdir(tmp_path / "d"),
+    )
+    assert trained.finish() == 0, trained.output
+    assert not (trained.folder / "runs" / "run" / "logs" / "engine0.log").exists(), "needs no engine"
+    for a, b in zip(straight.steps(), trained.steps(), strict=True):
+        assert b["train/loss"] == pytest.approx(a["train/loss"], abs=1e-6)
+        assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"], rel=1e-4)
 
-def test_a_killed_run_goes_on_with_the_tokens_of_interrupted_samples(
+
+def comparable(step: dict[str, Any]) -> dict[str, float]:
+    """The metrics of a step that do not say how long something took, nor by how much engine and trainer differ."""
+    found = {k: v for k, v in step.items() if k.partition("/")[0] in ("train", "rollout", "staleness", "prompts")}
+    assert {"train/loss", "train/grad_norm", "rollout/reward"} <= set(found), sorted(found)
+    return {k: v for k, v in found.items() if not re.search(r"seconds|_per_s|_s$|logprob_diff", k)}
+
+
+def check_traces(folder: Path) -> None:
+    """The three profilers at once give exactly this tree."""
+    patterns = {
+        "sglang_trace": r"rollout_1/engine0-\d{10}-TP-0\.trace\.json\.gz",
+        "train_trace": r"train_overall_rank0_dp0_tp0_pp0\.\d{10}\.pt\.trace\.json\.gz",
+        "memory_snapshot": r"memory_snapshot_time\d{10}_rank0_dp0_tp0_pp0_snapshot\.bin",
+    }
+    assert sorted(p.name for p in folder.iterdir()) == sorted(patterns)
+    for name, pattern in patterns.items():
+        files = [p for p in (folder / name).rglob("*") if p.is_file()]
+        assert len(files) == 1, files
+        assert re.fullmatch(pattern, str(files[0].relative_to(folder / name))), files
+        assert files[0].stat().st_size > 0
+
+
+def test_an_epoch_of_interrupted_samples_outlives_a_rank_and_the_rollout_worker(
     task: Any, relax: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Over-sampling leaves responses half done; they are in the checkpoint, and every prompt is trained once."""
-    prompts, batch = 24, 2
-    data = tmp_path / "prompts.jsonl"
+    """Over-sampling leaves responses half done; they are in the checkpoint, and every prompt is trained once.
+
+    A trainer rank that dies, and a rollout worker that does, each end the run with a name; the last checkpoint stands.
+    """
+    prompts, batch, staleness = 32, 2, 2
+    most_open = batch * (staleness + 1)
+    data, held, checkpoints = tmp_path / "prompts.jsonl", tmp_path / "held", tmp_path / "checkpoints"
     data.write_text("".join(task.train.read_text().splitlines(keepends=True)[:prompts]))
-    checkpoints = tmp_path / "checkpoints"
+    (tmp_path / "my_reward.py").write_text(REWARD)
     flags = task.flags(
         prompt_data=data,
         num_rollout=None,
         num_epoch=1,
+        rm_type=None,
+        custom_rm_path=f"{tmp_path}/my_reward.py:reward",
         rollout_batch_size=batch,
-        over_sampling_batch_size=3 * batch,
+        over_sampling_batch_size=most_open,
         partial_rollout=True,
-        max_staleness=2,
+        max_staleness=staleness,
         rollout_max_response_len=48,
         sglang_server_concurrency=5,  # groups start one after the other, so that they do not end together
         save=checkpoints,
@@ -124,20 +198,32 @@ def test_a_killed_run_goes_on_with_the_tokens_of_interrupted_samples(
         save_interval=1,
         save_debug_rollout_data=tmp_path / "rollout_{rollout_id}.jsonl",
     )
-    killed = relax("train", *flags, folder=mkdir(tmp_path / "run"))
-    killed.wait_for(lambda: len(killed.steps()) >= 5, "fifth step")
-    os.kill(killed.process.pid, signal.SIGKILL)
-    killed.process.wait()
-    assert killed.survivors() == [], "processes outlive a killed driver"
-    kept = [tokens for folder in checkpoints.glob("rollout_*[0-9]") for tokens in half_done(folder)]
+    folder, kept = mkdir(tmp_path / "run"), []
+    for steps, actor, says in (
+        (4, "TrainActor", "That process was trainer rank 0; see its log trainer_rank0.log."),
+        (8, "RolloutActor", "That process was the rollout worker; see its log rollout.log."),
+    ):
+        # At its beginning step `n`, from 0, has opened `most_open + batch * n` prompts: `steps` steps go by without
+        # one that is held.
+        hold_from(held, most_open + batch * (steps - 1))
+        run = relax("train", *flags, folder=folder, env={"HELD_REWARD": str(held)})
+        run.wait_for(lambda run=run, steps=steps: len(run.steps()) >= steps, f"step {steps}")
+        process = run.find_actor(actor)
+        process.kill()
+        hold_from(held, prompts)
+        assert run.finish() == 1, run.output
+        assert says in run.output
+        assert run.survivors() == []
+        kept += [tokens for saved in checkpoints.glob("rollout_*[0-9]") for tokens in half_done(saved)]
     assert sum(kept) > 0, "responses were interrupted"
 
-    resumed = relax("train", *flags, folder=tmp_path / "run")
+    resumed = relax("train", *flags, folder=folder)
     assert resumed.finish() == 0, resumed.output
     assert "resumed from rollout" in resumed.output
     steps = resumed.steps()
     assert [m["step"] for m in steps] == list(range(prompts // batch)), "no step is missing, none is there twice"
-    assert max(m["staleness/max"] for m in steps) <= 2
+    assert max(m["staleness/max"] for m in steps) <= staleness
+    assert max(m["rollout/open_groups"] for m in steps) <= most_open - batch, "also in the first step of a resume"
     trained = [i for prompt_ids in prompts_by_rollout(tmp_path).values() for i in prompt_ids]
     assert sorted(trained) == list(range(prompts)), "every prompt once"
     for path in tmp_path.glob("rollout_*.jsonl"):
@@ -170,6 +256,7 @@ def check_artifacts(run: Any) -> None:
     assert [m["step"] for m in steps] == list(range(STEPS))
     for m in steps:
         # Invariant 6: greedy tokens, so the engine's log-probs are those of temperature 1 on both sides.
+        assert m["train/logprob_diff_max"] < 1e-4
         assert m["staleness/max"] == 0
         for phase in ("generate", "train", "weight_update"):
             assert m[f"time/{phase}"] > 0, phase

@@ -1,7 +1,9 @@
 """Real SGLang servers that are killed or stopped while a rollout runs on them."""
 
 import asyncio
+import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +25,29 @@ from relax_rollout.weight_sync.transports import make_transport
 SILENCE_S = 12.0
 
 
-def client(server: Any, name: str) -> SGLangEngine:
-    return SGLangEngine(server.url, name=name, log_path=server.log_path, silence_deadline_s=SILENCE_S)
+def client(server: Any, name: str, alive: Callable[[], bool] | None = None) -> SGLangEngine:
+    return SGLangEngine(server.url, name=name, log_path=server.log_path, silence_deadline_s=SILENCE_S, alive=alive)
 
 
 async def lose_in_mid_rollout(
     loop: RolloutLoop, rollout_id: int, gate: Gate, server: SGLangServer, number: int
-) -> dict[str, float]:
-    """One rollout, in the middle of which all processes of a server get a signal."""
+) -> list[psutil.Process]:
+    """One rollout, in the middle of which a server is killed, or all its processes are stopped; these."""
     gate.close()
     running = asyncio.create_task(loop.generate(rollout_id, 0))
     await underway(server.url, 1)
-    for process in [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]:
+    tree = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    for process in tree[:1] if number == signal.SIGKILL else tree:
         process.send_signal(number)
     result = await running
     gate.open()
     assert [g.prompt.prompt_id for g in result.groups] == list(range(4 * rollout_id, 4 * rollout_id + 4))
     assert loop.ledger.counts()["out"] == 0
-    return result.metrics
+    return tree
+
+
+def left_of(tree: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.sglang
@@ -59,7 +66,7 @@ async def test_one_of_two_servers_is_killed_comes_back_and_is_stopped(
     try:
         with gate.importable():
             await asyncio.to_thread(one.start, deadline_s=400)
-            pool = EnginePool([client(sglang_server, "engine0"), client(one, "engine1")])
+            pool = EnginePool([client(sglang_server, "engine0"), client(one, "engine1", one.alive)])
             loop = RolloutLoop(
                 RolloutSettings(rollout_batch_size=4, n_samples_per_prompt=2, rollout_max_response_len=40),
                 engines=pool,
@@ -67,11 +74,14 @@ async def test_one_of_two_servers_is_killed_comes_back_and_is_stopped(
                 reward=build_reward(RewardSettings(rm_type="exact-match")),
                 tokenizer=tokenizer,
             )
-            await lose_in_mid_rollout(loop, 0, gate, one, signal.SIGKILL)
+            tree = await lose_in_mid_rollout(loop, 0, gate, one, signal.SIGKILL)
             (well, lost) = pool.reports()
             assert (well.state, lost.state) == (EngineState.SERVING, EngineState.LOST)
-            assert "engine1" in lost.error
-            assert f"Last lines of {log}" in lost.error
+            assert re.search(rf"engine1 .* is gone\. Last lines of {log}", lost.error)
+            await asyncio.to_thread(psutil.wait_procs, tree, timeout=60)
+            assert not left_of(tree), "its supervisor ends what is left of it"
+            assert one.poll() == 137
+            assert not one.alive()
 
             await asyncio.to_thread(one.stop)
             await asyncio.to_thread(one.start, deadline_s=400)
@@ -87,16 +97,15 @@ async def test_one_of_two_servers_is_killed_comes_back_and_is_stopped(
                 "engine1": version,
             }
 
-            await lose_in_mid_rollout(loop, 1, gate, one, signal.SIGSTOP)
+            tree = await lose_in_mid_rollout(loop, 1, gate, one, signal.SIGSTOP)
             lost = pool.reports()[1]
             assert (lost.state, lost.losses) == (EngineState.LOST, 2)
             assert f"has answered nothing for {SILENCE_S:.0f} s" in lost.error
             result = await loop.generate(2, 0)
             assert [g.prompt.prompt_id for g in result.groups] == [8, 9, 10, 11]
 
-            tree = [psutil.Process(one.pid), *psutil.Process(one.pid).children(recursive=True)]
             await asyncio.to_thread(one.stop)
-            assert not [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+            assert not left_of(tree)
     finally:
         gate.open()
         await pool.close()
@@ -129,4 +138,4 @@ def test_a_server_that_was_stopped_with_its_supervisor_ends_when_it_is_told_to(
     for each in reversed(tree):
         each.send_signal(signal.SIGSTOP)
     one.stop()
-    assert not [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not left_of(tree)

@@ -11,6 +11,7 @@ from relax_rollout.settings import RewardSettings, RolloutSettings
 
 
 @pytest.mark.sglang
+@pytest.mark.slow
 async def test_over_sampling_on_sglang(sglang_server: Any, make_source: Any, tiny: Any, tokenizer: Any) -> None:
     engine = SGLangEngine(sglang_server.url, name="engine0", log_path=sglang_server.log_path)
     version = await engine.weight_version()

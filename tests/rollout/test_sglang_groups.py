@@ -189,7 +189,7 @@ async def test_all_tensors_arrive_at_both_engines(two: Two, tiny_model: Path) ->
 async def test_an_engine_that_stops_in_bucket_two_holds_up_nobody(two: Two, tiny_model: Path, killed: bool) -> None:
     """Its processes are stopped while bucket 1 is sent, so bucket 2 cannot arrive; then they are killed, or not."""
     before, model = load(tiny_model, 5), load(tiny_model, 6)
-    transport = two.transport(deadline_s=DEADLINE_S if killed else 20.0)
+    transport = two.transport(deadline_s=DEADLINE_S if killed else 10.0)
     await asyncio.to_thread(transport.push, buckets_of(before), 1)
     with stopped(two.spare) as found:
 
@@ -208,7 +208,7 @@ async def test_an_engine_that_stops_in_bucket_two_holds_up_nobody(two: Two, tiny
         report = await asyncio.to_thread(transport.push, stopping(), 2)
     assert list(report.failed) == ["engine0"]
     # A dead engine's group may be known as broken before its process is known as dead.
-    says = r"EngineDied: engine0|broadcast of bucket \d" if killed else "engine0 did not load bucket .* within 20 s"
+    says = r"EngineDied: engine0|broadcast of bucket \d" if killed else "engine0 did not load bucket .* within 10 s"
     assert re.search(says, report.failed["engine0"])
     assert await disagreement(two.clients[1], model, 2) < 1e-4
     if killed:

@@ -203,30 +203,3 @@ async def test_kill_9_of_the_owner_during_generation(tiny_model: Path, tmp_path:
     finally:
         owner.kill()
         owner.wait(timeout=300)
-
-
-@pytest.mark.sglang
-@pytest.mark.slow
-async def test_kill_9_of_the_server_during_generation(tiny_model: Path, tmp_path: Path) -> None:
-    log, gate = tmp_path / "engine0.log", Gate(tmp_path)
-    one = server(tiny_model, log, settings=SGLangSettings(sglang_extra=gate.options()))
-    try:
-        with gate.importable():
-            one.start(deadline_s=400)
-        gate.close()
-        tree = psutil.Process(one.pid).children(recursive=True)
-        engine = SGLangEngine(one.url, name="engine0", log_path=log, alive=one.alive)
-        sampling = SamplingParams(max_new_tokens=1500, ignore_eos=True)
-        task = asyncio.create_task(engine.generate(GenerateRequest(rid="a", input_ids=[10, 11], sampling=sampling)))
-        await underway(engine.url, 1)
-        psutil.Process(one.pid).kill()
-        with pytest.raises(EngineDied, match=r"(?s)engine0 .* is gone\. Last lines of"):
-            await asyncio.wait_for(task, 60)
-        await engine.close()
-        until(lambda: one.poll() is not None, "the supervisor to notice", 60)
-        assert one.poll() == 137
-        assert not any(map(running, tree))
-        assert not one.alive()
-    finally:
-        one.stop()
-        one.stop()

@@ -1,6 +1,7 @@
 """Splits the wall time of a rollout into generation and reward."""
 
 import contextlib
+import copy
 import time
 from collections.abc import Iterator
 
@@ -41,6 +42,14 @@ class PhaseTimer:
         finally:
             self._tick()
             self._rewards -= 1
+
+    def lap(self) -> "PhaseTimer":
+        """The times so far, as a timer of its own; this one begins again at zero, with what runs now."""
+        self._tick()
+        done = copy.copy(self)
+        self.generate_s = self.reward_s = 0.0
+        self.started = self._since
+        return done
 
     def _tick(self) -> None:
         now = time.monotonic()

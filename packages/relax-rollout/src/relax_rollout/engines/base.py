@@ -52,12 +52,14 @@ class GenerateResult:
         log_probs: natural log-probability of each.
         versions: policy version that sampled each.
         finish_reason: ``stop`` (end of sequence or stop string), ``length``, or ``abort`` (tokens may be partial).
+            No engine answers ``held``: :class:`relax_rollout.engines.router.EngineRouter` calls an abort so that was
+            for a push of weights alone, after which the sample goes on.
     """
 
     tokens: list[int]
     log_probs: list[float]
     versions: list[WeightVersion]
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length", "abort", "held"]
     cached_tokens: int = 0
 
 

@@ -8,6 +8,9 @@ An engine is in one of four states::
 Who restarts the engine's process and gives it the current weights is somebody else
 (:mod:`relax_cli.controllers.engine_recovery` in a run). Here is what requests need to know, and the only count of
 restarts.
+
+While weights are pushed to engines that generate, the whole pool is held: :meth:`EnginePool.hold`, then each router
+lands what it has in flight (:meth:`relax_rollout.engines.router.EngineRouter.land`), the push, :meth:`EnginePool.open`.
 """
 
 import asyncio
@@ -20,6 +23,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 from relax_rollout.engines.base import Engine, EngineDied
+from relax_rollout.engines.usage import EngineUsage
 
 T = TypeVar("T")
 
@@ -72,10 +76,19 @@ class _Member:
 
 
 class EnginePool:
-    """All engines of a run, in order. One object for one event loop."""
+    """All engines of a run, in order. One object for one event loop.
+
+    Attributes:
+        usage: what the engines do with their time.
+    """
 
     def __init__(
-        self, engines: Sequence[Engine] = (), *, restarts: int | None = RESTARTS, patience_s: float = PATIENCE_S
+        self,
+        engines: Sequence[Engine] = (),
+        *,
+        restarts: int | None = RESTARTS,
+        patience_s: float = PATIENCE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """All of them serve.
 
@@ -83,7 +96,10 @@ class EnginePool:
             engines: clients, each with a name of its own.
             restarts: times that each may come back. None: nobody restarts engines, so that the first loss is an error.
             patience_s: see :data:`PATIENCE_S`.
+            clock: seconds, for :attr:`usage`.
         """
+        self.usage = EngineUsage((engine.name for engine in engines), clock)
+        self._held = False
         self._members = {engine.name: _Member(engine) for engine in engines}
         self._restarts, self._patience_s = restarts, patience_s
         self._changed = time.monotonic()
@@ -112,6 +128,24 @@ class EnginePool:
             EngineReport(name, m.state, m.losses, "" if m.error is None else str(m.error))
             for name, m in self._members.items()
         ]
+
+    # ------------------------------------------------------------------ pushes of weights
+
+    @property
+    def held(self) -> bool:
+        """True while requests wait for a push of weights to end."""
+        return self._held
+
+    def hold(self) -> None:
+        """Lets no request go to an engine until :meth:`open`; those that are there are not touched."""
+        self._held = True
+        self.usage.pause(True)
+
+    def open(self) -> None:
+        """Lets requests go on that waited."""
+        self._held = False
+        self.usage.pause(False)
+        self._tell()
 
     # ------------------------------------------------------------------ changes
 

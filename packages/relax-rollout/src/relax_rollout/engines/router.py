@@ -4,6 +4,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import time
 from collections.abc import Sequence
 
 from relax_rollout.engines.base import Engine, EngineDied, GenerateRequest, GenerateResult
@@ -12,6 +13,9 @@ from relax_rollout.timer import PhaseTimer
 
 QUIET_ABORT_S = 3.0
 """Seconds that the clean-up after an error may spend on telling the engines."""
+LAND_RETRY_S = 2.0
+"""Seconds between two aborts of the same request for a push: one that reaches its engine late misses the first."""
+LAND_DEADLINE_S = 60.0
 LOOK_EVERY_S = 5.0
 """How often a request that waits for an engine looks whether there is still hope for one."""
 
@@ -22,11 +26,13 @@ class _Sent:
 
     Attributes:
         lost: the engine was excluded, so that its answer is not waited for.
+        landing: it is aborted for a push of weights.
     """
 
     engine: Engine
     task: asyncio.Task[GenerateResult]
     lost: bool = False
+    landing: bool = False
 
 
 class EngineRouter:
@@ -100,7 +106,10 @@ class EngineRouter:
         sent = self._sent[request.rid] = _Sent(engine, asyncio.ensure_future(engine.generate(request)))
         try:
             with self._timer.generating():
-                return await sent.task
+                result = await sent.task
+            if sent.landing and result.finish_reason == "abort":
+                return dataclasses.replace(result, finish_reason="held")
+            return result
         except EngineDied as error:
             self._pool.exclude(engine, error)
             return None
@@ -138,16 +147,18 @@ class EngineRouter:
         while self._queue:
             engine = None
             if not self._closed:
-                if not serving:
+                if not serving or self._pool.held:
                     return
                 engine = min(serving, key=lambda e: self._load.get(e, 0))
                 if self._load.get(engine, 0) >= self._concurrency:
                     return
                 self._load[engine] = self._load.get(engine, 0) + 1
+                self._pool.usage.began(engine.name)
             self._queue.popleft().set_result(engine)
 
     def _leave(self, engine: Engine) -> None:
         self._load[engine] -= 1
+        self._pool.usage.ended(engine.name)
         self._admit()
 
     def _on_change(self) -> None:
@@ -163,6 +174,37 @@ class EngineRouter:
             while self._queue:
                 self._queue.popleft().set_exception(error)
 
+    # ------------------------------------------------------------------ pushes of weights
+
+    async def land(self, *, abort: bool = True, deadline_s: float = LAND_DEADLINE_S) -> None:
+        """Returns when nothing of this router is at an engine any more; the pool has to be held.
+
+        Whoever waits for an aborted request gets what it has, with the reason ``held``.
+
+        Args:
+            abort: end the requests now; otherwise they are waited for, each for as long as it may take.
+            deadline_s: most seconds until all have ended that are aborted.
+
+        Raises:
+            TimeoutError: some did not end; the message names engines and requests.
+        """
+        assert self._pool.held, "others would start meanwhile"
+        give_up = time.monotonic() + deadline_s
+        await asyncio.sleep(0)  # requests that were just admitted reach their engines first
+        while self._sent:
+            if abort:
+                for sent in self._sent.values():
+                    sent.landing = True
+                await self._abort(self.snapshot())
+            if self._sent:
+                await asyncio.wait([s.task for s in self._sent.values()], timeout=LAND_RETRY_S)
+                await asyncio.sleep(0)  # whoever waited for them takes the answer
+            if abort and self._sent and time.monotonic() > give_up:
+                left = ", ".join(f"{rid} at {sent.engine.name}" for rid, sent in list(self._sent.items())[:5])
+                raise TimeoutError(
+                    f"{len(self._sent)} requests did not end within {deadline_s:.0f} s for a push of weights: {left}"
+                )
+
     # ------------------------------------------------------------------ ends
 
     async def abort_all(self) -> None:
@@ -173,14 +215,16 @@ class EngineRouter:
         """
         self._closed = True
         self._admit()
+        await self._abort(self.snapshot())
 
+    async def _abort(self, rids: dict[str, Engine]) -> None:
         async def abort(rid: str, engine: Engine) -> None:
             try:
                 await engine.abort(rid)
             except EngineDied as error:
                 self._pool.exclude(engine, error)
 
-        await asyncio.gather(*(abort(rid, engine) for rid, engine in self.snapshot().items()))
+        await asyncio.gather(*(abort(rid, engine) for rid, engine in rids.items()))
 
     async def abort_quietly(self, rids: dict[str, Engine]) -> None:
         """Frees the engines of requests whose tasks were cancelled; what fails here must not hide the first error."""

@@ -55,7 +55,7 @@ class GenerationContext:
         sampling: how tokens are drawn; ``max_new_tokens`` is the budget of the whole response.
         max_context_len: most tokens of prompt and response together, or None.
         tokenizer: the transformers tokenizer of the model.
-        version: policy version of this rollout (the one to write for tokens that no engine sampled).
+        version: policy version that the engines serve now (the one to write for tokens that no engine sampled).
         kept_tokens: response tokens that interrupted samples brought along when they were continued.
         reprefilled_tokens: tokens of prompt and response whose keys and values were computed again for that.
     """
@@ -106,6 +106,9 @@ class GenerationContext:
     ) -> FinishReason:
         """Lets an engine continue prompt + response of ``sample`` and appends what it sampled.
 
+        A push of weights in between is not seen from outside: the tokens so far are appended, and another request asks
+        for the rest when the push is over.
+
         Args:
             max_new_tokens: limit of this one request; the budget of the sample always holds.
             stop: strings that end this request, besides those of the settings.
@@ -121,8 +124,25 @@ class GenerationContext:
             return "length"
         seam = id(sample) in self._seams  # still there after calls that asked for nothing
         self._seams.discard(id(sample))
+        before = _sampled_last(sample) if seam else []
+        while True:
+            request = self._request(sample, limit, stop, ignore_eos=ignore_eos)
+            result = await self._router.generate(request)
+            if seam and result.tokens:
+                self.kept_tokens += len(sample.tokens)
+                self.reprefilled_tokens += max(0, len(request.input_ids) - result.cached_tokens)
+            n, reason = self._end(before, result, request.sampling)
+            sample.append(result.tokens[:n], result.log_probs[:n], result.versions[:n])
+            if result.finish_reason != "held" or reason != "abort":
+                return reason
+            # A push of weights: the function that called is not told of it, and the next request waits for its end.
+            if sample.tokens:
+                seam, before, limit = True, [*before, *result.tokens], limit - n
+                sample.aborted_count += 1
+
+    def _request(self, sample: Sample, limit: int, stop: Sequence[str], *, ignore_eos: bool) -> GenerateRequest:
         s = self.sampling
-        request = GenerateRequest(
+        return GenerateRequest(
             rid=f"{self._label}-p{sample.prompt.prompt_id}-s{sample.index}-{uuid.uuid4().hex[:8]}",
             input_ids=[*sample.prompt.input_ids, *sample.tokens],
             sampling=SamplingParams(
@@ -136,14 +156,6 @@ class GenerationContext:
             ),
             multimodal=sample.prompt.multimodal,
         )
-        result = await self._router.generate(request)
-        if seam and result.tokens:
-            self.kept_tokens += len(sample.tokens)
-            self.reprefilled_tokens += max(0, len(request.input_ids) - result.cached_tokens)
-        before = _sampled_last(sample) if seam else []
-        n, reason = self._end(before, result, request.sampling)
-        sample.append(result.tokens[:n], result.log_probs[:n], result.versions[:n])
-        return reason
 
     def _end(self, before: list[int], result: GenerateResult, sampling: SamplingParams) -> tuple[int, FinishReason]:
         """How many tokens of an answer belong to the response, and why it ended.
@@ -161,7 +173,7 @@ class GenerationContext:
         limit = sampling.max_new_tokens
         if (n := cut_at_seam(before, tokens, stops, decode)) is not None:
             return n, "stop" if n < limit else "length"
-        if result.finish_reason != "abort":
+        if result.finish_reason in ("stop", "length"):
             return len(tokens), result.finish_reason
         # Below, the abort may have come when nothing was left to do.
         if len(tokens) >= limit:

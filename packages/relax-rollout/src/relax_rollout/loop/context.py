@@ -73,9 +73,14 @@ class RolloutContext:
         max_rejected: int,
         make_running: Callable[[Callable[[InflightGroups], None]], InflightGroups],
         progress: Callable[["RolloutContext", int, InflightGroups], None],
+        continuous: bool = False,
     ) -> None:
         self.rollout_id = rollout_id
         self.version = version
+        """Policy version that the engines serve."""
+        self.step = version
+        """The training step that is closed next, as a version: its weights have this one. Behind ``version``, or one
+        more while a step trains and its weights have not reached the engines."""
         self.settings = settings
         self.ledger = ledger
         self.runner = runner
@@ -86,6 +91,7 @@ class RolloutContext:
         """Why the rollout goes on although the batch is full; empty when it does not."""
         self.full_since: float | None = None
         """When it began to wait so, in seconds of ``time.monotonic()``."""
+        self._continuous = continuous  # no group is ever interrupted for a full batch
         self._feed = feed
         self._filter = group_filter
         self._max_rejected = max_rejected
@@ -153,6 +159,15 @@ class RolloutContext:
         self.dropped.append(DroppedPrompt(prompt_id=group.prompt.prompt_id, source=group.prompt.source, reason=reason))
         self._rejected[reason] += 1
 
+    def forget(self, prompt_ids: Iterable[int]) -> None:
+        """Takes note that these groups belong to a training step now."""
+        self._in_hand.difference_update(prompt_ids)
+
+    @property
+    def source_exhausted(self) -> bool:
+        """The source gave fewer prompts than it was asked for: it has no more."""
+        return self._feed.source_exhausted
+
     def has(self, group: SampleGroup) -> bool:
         """True when this rollout took this very group and did not drop it."""
         prompt_id = group.prompt.prompt_id
@@ -193,8 +208,8 @@ class RolloutContext:
         """
         interrupted = sum(g.start_version is not None for g in self.ledger.waiting)
         most = self.settings.submitted_prompts
-        if self.settings.partial_rollout:  # otherwise what is not whole starts again, and has no age
-            most = self.bound.most_open(version=self.version, step=self.version)
+        if self.settings.partial_rollout or self._continuous:  # else what is not whole starts again, and has no age
+            most = self.bound.most_open(version=self.version, step=self.step)
         return interrupted + (0 if full else max(0, most - len(self._opened())))
 
     def chosen(self) -> list[SampleGroup]:
@@ -217,17 +232,22 @@ class RolloutContext:
             chosen: what :meth:`chosen` gave.
         """
         opened, taken = self._opened(), [_opened(g) for g in chosen]
+        if not (self.settings.partial_rollout or self._continuous):
+            opened = [g for g in opened if g.start < self.version]
+        late = {g.prompt_id for g in blocked_by(opened, taken, self.bound, step=self.step)}
+        groups = self.ledger.groups(PromptState.OUT, PromptState.PARTIAL)
+        found = [g for g in groups if g.prompt.prompt_id in late]
+        if not self._continuous:
+            found += [g for g in self.protected(running) if g not in found]
+        self._note_wait(found)
+        return found
+
+    def protected(self, running: InflightGroups) -> list[SampleGroup]:
+        """Running groups with a sample that was interrupted so often that it is not interrupted again."""
         limit: float = MAX_INTERRUPTIONS
         if self.settings.partial_rollout:
             limit = self.settings.partial_rollout_max_aborted_count or math.inf
-        else:
-            opened = [g for g in opened if g.start < self.version]
-        late = {g.prompt_id for g in blocked_by(opened, taken, self.bound, step=self.version)}
-        groups = self.ledger.groups(PromptState.OUT, PromptState.PARTIAL)
-        found = [g for g in groups if g.prompt.prompt_id in late]
-        found += [g for g in running.groups if _is_overdue(g, limit) and g not in found]
-        self._note_wait(found)
-        return found
+        return [g for g in running.groups if _is_overdue(g, limit)]
 
     def _opened(self) -> list[OpenGroup]:
         """The groups that count for the gate: started, and neither given to a training step nor dropped."""
@@ -241,7 +261,7 @@ class RolloutContext:
         if self.full_since is None:
             self.full_since = time.monotonic()
         first = min(groups, key=lambda g: g.prompt.prompt_id)
-        age = self.version - (self.version if first.start_version is None else first.start_version)
+        age = self.step - (self.step if first.start_version is None else first.start_version)
         self.waits_for = (
             f"the batch is full, but {len(groups)} group(s) cannot wait any longer: {first.prompt.source}, {age} "
             f"version(s) old, interrupted up to {max(s.aborted_count for s in first.samples)} times"

@@ -178,16 +178,35 @@ class RolloutLoop:
         self.book_returned()
         timer = PhaseTimer()
         router = EngineRouter(self.engines, self._concurrency, timer)
-        rollout = self._start(rollout_id, version, router, timer)
+        rollout = self.open(rollout_id, version, router, timer)
         self._busy = True
         try:
-            self._restart_unusable(rollout)
+            self.restart_unusable(rollout)
             groups = self._checked(rollout, await self._collected(rollout))
             self.ledger.assign(g.prompt.prompt_id for g in groups)
         finally:
             self._feed.put_back()
             self._busy = False
-        dropped, self._dropped = self._dropped, []
+        return self.result(rollout, groups, version, router, timer)
+
+    def result(
+        self,
+        rollout: RolloutContext,
+        groups: list[SampleGroup],
+        version: WeightVersion,
+        router: EngineRouter,
+        timer: PhaseTimer,
+    ) -> RolloutResult:
+        """Groups that were just assigned to a training step, with the metrics of how they came about.
+
+        Args:
+            rollout: in which they were collected.
+            groups: in the order of the prompts.
+            version: policy version that trains on them.
+            router: which sent the requests.
+            timer: the times of the rollout.
+        """
+        dropped, self._dropped[:] = list(self._dropped), []
         metrics = rollout_metrics(
             groups,
             version=version,
@@ -308,16 +327,31 @@ class RolloutLoop:
         if not self.settings.partial_rollout:
             self._feed.restart_unfinished()
 
-    def _start(
-        self, rollout_id: int, version: WeightVersion, router: EngineRouter, timer: PhaseTimer
+    def open(
+        self,
+        rollout_id: int,
+        version: WeightVersion,
+        router: EngineRouter,
+        timer: PhaseTimer,
+        *,
+        continuous: bool = False,
     ) -> RolloutContext:
+        """The parts of a rollout that begins.
+
+        Args:
+            rollout_id: absolute id, for messages and request ids.
+            version: policy version that the engines serve.
+            router: sends the requests.
+            timer: told when requests and scores begin and end.
+            continuous: it goes on over training steps and pushes of weights, and interrupts no group for a full batch.
+        """
         context = GenerationContext(
             router,
             sampling=sampling_params(self.settings),
             max_context_len=self.settings.rollout_max_context_len,
             tokenizer=self._tokenizer,
             version=version,
-            label=f"r{rollout_id}",
+            label="run" if continuous else f"r{rollout_id}",
             end_token_ids=self._ends,
         )
         runner = GroupRunner(
@@ -334,7 +368,7 @@ class RolloutLoop:
             if self._progress is not None:
                 self._progress(
                     RolloutProgress(
-                        rollout_id=rollout_id,
+                        rollout_id=rollout.rollout_id,
                         groups_done=groups_done,
                         groups_wanted=self.settings.rollout_batch_size,
                         groups_running=len(running),
@@ -363,9 +397,14 @@ class RolloutLoop:
                 stall_timeout_s=self._stall_timeout_s,
             ),
             progress=report,
+            continuous=continuous,
         )
 
-    def _restart_unusable(self, rollout: RolloutContext) -> None:
+    def put_back(self) -> None:
+        """Lets all groups that are out wait, after what ran them was ended."""
+        self._feed.put_back()
+
+    def restart_unusable(self, rollout: RolloutContext) -> None:
         """Lets samples at rest start again that cannot be trained as they are; none is dropped.
 
         Those are: samples of later weights than this rollout has (a run that begins again at a lower rollout than the

@@ -173,6 +173,8 @@ class InflightGroups:
 
     def submit(self, group: SampleGroup) -> None:
         """Starts generating a group."""
+        if not self._tasks:
+            self._moved = time.monotonic()  # nobody waited before
         self._tasks[asyncio.ensure_future(self._runner.run_group(group))] = group
 
     @property
@@ -199,6 +201,29 @@ class InflightGroups:
             groups = [g for g, whole in await self._wait(self._interval_s) if whole]
             if groups:
                 return groups
+
+    async def next_change(self, woken: asyncio.Event) -> list[tuple[SampleGroup, bool]]:
+        """Waits until groups have ended or the event is set, which is cleared; nothing needs to run.
+
+        Returns:
+            the groups that have ended, each with whether it is whole; maybe none when the event was set.
+
+        Raises:
+            TimeoutError: nothing moved for too long; it says what was waited for.
+        """
+        waking = asyncio.ensure_future(woken.wait())
+        try:
+            while True:
+                awaited = {waking, *self._tasks}
+                await asyncio.wait(awaited, timeout=self._interval_s, return_when=asyncio.FIRST_COMPLETED)
+                groups = self._ended({task for task in self._tasks if task.done()})
+                if waking.done():
+                    woken.clear()
+                    return groups
+                if groups:
+                    return groups
+        finally:
+            waking.cancel()
 
     async def interrupt(self) -> list[tuple[SampleGroup, bool]]:
         """Ends all running groups; each with whether it became whole before.
@@ -228,6 +253,9 @@ class InflightGroups:
         self, timeout_s: float, return_when: str = asyncio.FIRST_COMPLETED
     ) -> list[tuple[SampleGroup, bool]]:
         finished, _ = await asyncio.wait(self._tasks, timeout=timeout_s, return_when=return_when)
+        return self._ended(finished)
+
+    def _ended(self, finished: set[asyncio.Task[bool]]) -> list[tuple[SampleGroup, bool]]:
         pairs = sorted(((self._tasks.pop(t), t) for t in finished), key=lambda pair: pair[0].prompt.prompt_id)
         errors = [e for _, task in pairs if (e := task.exception()) is not None]
         if errors:

@@ -22,6 +22,7 @@ from relax_cli.workers.rollout_worker import RolloutWorker
 from relax_cli.workers.trainer_group import TrainerGroup
 from relax_data.types import Prompt, SampleGroup, SampleStatus, StepManifest, TrainBatch
 from relax_rollout.engines.pool import EngineReport, EngineState
+from relax_rollout.weight_sync.base import PushReport
 from relax_train.checkpoint.manifest import Loaded
 from relax_train.settings import CheckpointSettings, ModelSettings, TrainSettings
 from rich.console import Console
@@ -116,10 +117,11 @@ class RecordingTrainers(TrainerGroup):
         self._book.note("train", rollout_id)
         return {"train/loss": 0.0}
 
-    def push_weights(self, version: int, engines: Sequence[str] | None = None) -> None:
+    def push_weights(self, version: int, engines: Sequence[str] | None = None) -> PushReport:
         assert engines in (None, ["engine0"])
         self._book.note("push_weights", version)
         self._book.served = version
+        return PushReport()
 
     def sleep(self) -> None:
         self._book.note("sleep")

@@ -22,7 +22,7 @@ from relax_cli.workers.trainer_group import TrainerGroup
 from relax_data.types import Prompt, SampleGroup, SampleStatus, StepManifest, TrainBatch
 from relax_rollout.engines.base import EngineAddress, EngineDied
 from relax_rollout.engines.pool import EnginePool, EngineReport, EngineState
-from relax_rollout.weight_sync.base import WeightPushFailed
+from relax_rollout.weight_sync.base import PushReport, WeightPushFailed
 from relax_train.settings import CheckpointSettings, ModelSettings, TrainSettings
 from rich.console import Console
 
@@ -149,11 +149,12 @@ class Trainers(TrainerGroup):
         self._world.note("train", rollout_id)
         return {}
 
-    def push_weights(self, version: int, engines: Sequence[str] | None = None) -> None:
+    def push_weights(self, version: int, engines: Sequence[str] | None = None) -> PushReport:
         assert engines, "nothing is sent to nobody"
         self._world.note("push_weights", version, *engines)
         if set(engines) & self._world.silently_dead:
             raise WeightPushFailed("engine0 is gone. Last lines of the log")
+        return PushReport()
 
     def sleep(self) -> None:
         self._world.note("sleep")

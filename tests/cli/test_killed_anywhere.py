@@ -35,6 +35,7 @@ from relax_rollout.engines.pool import EngineReport, EngineState, as_pool
 from relax_rollout.loop.rollout_loop import RolloutLoop
 from relax_rollout.loop.runner import GroupRunner
 from relax_rollout.settings import RolloutSettings
+from relax_rollout.weight_sync.base import PushReport
 from relax_train.checkpoint import manifest
 from relax_train.checkpoint.folders import begin, prune, rollout_folder
 from relax_train.settings import CheckpointSettings, ModelSettings, TrainSettings
@@ -246,9 +247,10 @@ class Ranks(TrainerGroup):
         self._life.reach("after the optimizer step")
         return {"train/loss": 0.0}
 
-    def push_weights(self, version: int, engines: Sequence[str] | None = None) -> None:
+    def push_weights(self, version: int, engines: Sequence[str] | None = None) -> PushReport:
         self._life.reach("before the push")
         self._engine.version = version
+        return PushReport()
 
     def save(self, directory: str, rollout_id: int, extra: dict[str, Any], files: Path | None = None) -> None:
         self._life.place_of_fsync = "saving, ranks"

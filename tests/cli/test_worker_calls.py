@@ -41,10 +41,12 @@ def test_the_settings_of_a_run_have_their_type_everywhere(folder: str) -> None:
             assert ast.unparse(node.annotation) != "Any", place
 
 
-def test_a_mode_without_a_controller_is_refused_with_the_modes_there_are() -> None:
-    assert ClusterSettings().mode in CONTROLLERS
+def test_a_mode_without_a_controller_is_refused_with_the_modes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asynchronous = ClusterSettings(colocate=False, fully_async=True)
     assert mode_refusal(ClusterSettings()) is None
-    assert mode_refusal(ClusterSettings(colocate=False, fully_async=True)) == (
+    assert mode_refusal(asynchronous) is None
+    monkeypatch.delitem(CONTROLLERS, "fully_async")
+    assert mode_refusal(asynchronous) == (
         "--fully-async is planned and checked by this version, but it runs --colocate only: remove --fully-async"
     )
 

@@ -101,8 +101,6 @@ def test_fully_async_keeps_tokens_and_fills_the_bound(workspace: Path, start: li
     assert settings("--fully-async", "--max-staleness", "4", "--over-sampling-batch-size", "48") == (True, 48)
     assert settings("--fully-async", "--no-partial-rollout") == (False, 64)
     assert settings("--fully-async", "--max-staleness", str(2**31 - 1)) == (True, 2**31 - 1)
-    saved = ["--debug-train-only", "--load-debug-rollout-data", "s{rollout_id}"]
-    assert settings("--fully-async", *saved) == (True, 64)
     async_run = resolve([*start, "--dry-run", "--fully-async"], {})
     assert not async_run.given & {"partial_rollout", "over_sampling_batch_size"}
 
@@ -148,5 +146,3 @@ def test_the_plan_says_what_is_open_and_how_old_it_may_become(workspace: Path, s
         "tokens older than the weights that finished their sample (--mask-offpolicy-in-partial-rollout)",
     ]
     assert rows("--partial-rollout", "--rollout-function-path", "json:dumps") == [None, bound, None, None]
-    saved = ["--debug-train-only", "--load-debug-rollout-data", "s{rollout_id}"]
-    assert rows("--fully-async", *saved) == [None] * 4

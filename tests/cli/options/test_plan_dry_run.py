@@ -64,7 +64,8 @@ def test_recommended_qwen3_30b_a3b(
     text = plan(
         ["--hf-checkpoint", "qwen3-30b-a3b", "--prompt-data", "prompts.jsonl", *QWEN3_30B_16_GPUS.split()], capsys
     )
-    assert row(text, "GPUs") == "16 in all"
+    assert row(text, "GPUs") == "16 in all: 8 train + 8 generate"
+    assert row(text, "weights") == "over a process group for each engine (NCCL)"
     assert row(text, "TP x PP x CP x DP") == "2 x 1 x 1 x 4 = 8 ranks"
     assert row(text, "experts: EP x ETP x DP") == "2 x 2 x 2 a pipeline stage"
     assert row(text, "engines") == "8 SGLang servers, 1 GPU each, on 8 GPUs of their own"

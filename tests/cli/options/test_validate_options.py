@@ -32,6 +32,16 @@ def only(argv: list[str]) -> str:
         (["--max-staleness", "2"], ["--max-staleness has no effect without --fully-async"]),
         (["--over-sampling-batch-size", "32", "--max-staleness", "0"], ["--max-staleness has no effect", "above"]),
         (["--fully-async", "--max-staleness", "-1"], ["--max-staleness must be 0 or more"]),
+        (["--weight-sync", "disk"], ["--weight-sync has no effect with --colocate", "add --fully-async"]),
+        (["--fully-async", "--debug-rollout-only"], ["--debug-rollout-only with --fully-async", "--colocate"]),
+        (
+            ["--fully-async", "--save-debug-rollout-data", "s{rollout_id}"],
+            ["--save-debug-rollout-data with --fully-async", "--colocate"],
+        ),
+        (
+            ["--fully-async", "--rollout-function-path", "json:dumps"],
+            ["--rollout-function-path works with --colocate only"],
+        ),
         (["--num-data-storage-units", "2"], ["--num-data-storage-units has no effect without --fully-async"]),
         (["--rollout-num-gpus", "8"], ["--rollout-num-gpus has no effect with --colocate"]),
         (["--num-rollout", "3", "--num-epoch", "1"], ["--num-rollout 3 and --num-epoch 1", "exactly one"]),
@@ -197,11 +207,30 @@ def test_a_start_behind_the_end_has_nothing_to_run(workspace: Path, start: list[
     )
 
 
-def test_fully_async_is_planned_but_not_started(workspace: Path, start: list[str], gpus: Callable[[int], None]) -> None:
+def test_fully_async_splits_the_gpus(workspace: Path, start: list[str], gpus: Callable[[int], None]) -> None:
     gpus(8)
-    assert "runs --colocate only" in only([*start, "--fully-async"])
-    (note,) = resolve([*start, "--fully-async", "--dry-run"], {}).notes
-    assert "runs --colocate only" in note
+    message = only([*start, "--fully-async"])
+    assert "8 GPUs that train (--actor-num-nodes x --actor-num-gpus-per-node) + 8 that generate" in message
+    assert "(--rollout-num-gpus) = 16, and this machine has 8: for example 4 and 4" in message
+    split = [*start, "--fully-async", "--actor-num-gpus-per-node", "6"]
+    placement = resolve([*split, "--rollout-num-gpus", "2"], {}).placement
+    assert placement is not None
+    assert (placement.train_ranks, placement.engines, placement.gpus, placement.shared) == (6, 2, 8, False)
+    assert "engines have 3 GPUs (--rollout-num-gpus 3), which is no multiple" in only(
+        [*split, "--dry-run", "--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"]
+    )
+    words = ["--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2", "--num-gpus-per-node", "7", "--dry-run"]
+    assert "engine 0 would have GPUs of two nodes: 6 train" in only([*split, *words])
+
+
+def test_fully_async_without_gpus_has_a_process_for_each_side(workspace: Path, start: list[str]) -> None:
+    placement = resolve([*start, "--fully-async"], {}).placement
+    assert placement is not None
+    assert (placement.device, placement.train_ranks, placement.engines, placement.shared) == ("cpu", 1, 1, False)
+    assert placement.gpus == 0
+    assert "--rollout-num-gpus without effect: the run has no GPUs" in only(
+        [*start, "--fully-async", "--rollout-num-gpus", "2"]
+    )
 
 
 @pytest.mark.parametrize("more", [[], ["--mm-processor-pool-size", "2"]])

@@ -103,6 +103,9 @@ def _processes(config: RunConfig) -> Rows:
     engines = f"{placement.engines} SGLang servers" if placement.engines > 1 else "1 SGLang server"
     if placement.device == "cpu":
         rows = [("GPUs", "none: everything runs on CPU"), ("trainer", trainer), ("engines", engines)]
+        if not placement.shared:
+            slots = placement.train_ranks + placement.engines
+            rows.append(("CPUs", f"{placement.train_ranks} + {placement.engines} = {slots} of Ray, one a process"))
     else:
         nodes = cluster.actor_num_nodes
         where = (
@@ -115,14 +118,20 @@ def _processes(config: RunConfig) -> Rows:
             if placement.shared
             else (f"{placement.engines * placement.gpus_per_engine} GPUs of their own")
         )
+        generate = placement.gpus - placement.train_ranks
+        split = "" if placement.shared else f": {placement.train_ranks} train + {generate} generate"
         rows = [
-            ("GPUs", f"{placement.gpus} in all"),
+            ("GPUs", f"{placement.gpus} in all{split}"),
             ("trainer", f"{trainer}, one a GPU: {where}"),
             (
                 "engines",
                 f"{engines}, {placement.gpus_per_engine} GPU{'s' * (placement.gpus_per_engine > 1)} each, on {on}",
             ),
         ]
+    if not placement.shared:
+        library = "NCCL" if placement.device == "cuda" else "gloo"
+        over_group = f"over a process group for each engine ({library})"
+        rows.append(("weights", "as files" if cluster.weight_sync == "disk" else over_group))
     if config.debug.debug_rollout_only:
         rows = [r for r in rows if r[0] != "trainer"]
     if config.debug.debug_train_only:

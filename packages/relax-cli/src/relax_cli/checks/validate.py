@@ -13,6 +13,7 @@ from relax_cli.checks.algorithm_checks import algorithm_problems, algorithm_warn
 from relax_cli.checks.data_checks import data_needs, data_problems, data_warnings
 from relax_cli.checks.file_checks import file_needs, file_problems
 from relax_cli.checks.lengths import ENGINE_MARGIN, micro_batch_tokens
+from relax_cli.checks.placement_checks import gpu_problems, mode_problems, split_problem
 from relax_cli.checks.staleness_checks import staleness_problems, staleness_warnings
 from relax_cli.cluster.placement import SIZES, local_gpus
 from relax_cli.config.run_config import RunConfig
@@ -41,10 +42,10 @@ def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problem
             wrong.append(_unreadable(error, config, part))
     checks: list[Callable[[RunConfig], Problems]] = [
         file_problems,
-        _mode_problems,
+        mode_problems,
         staleness_problems,
         _batch_problems,
-        _gpu_problems,
+        gpu_problems,
         _model_problems,
         _length_problems,
         _reference_problems,
@@ -73,25 +74,13 @@ def placement_problems(config: RunConfig, available_gpus: int) -> Problems:
     """Lists what does not fit between the options and a cluster of so many GPUs, once it has been joined."""
     assert config.placement is not None, "with a number of GPUs there is always a placement"
     if config.placement.gpus > available_gpus:
+        if config.cluster.fully_async:
+            return [split_problem(config.placement, available_gpus, "the Ray cluster")]
         return [
             f"the run needs {config.placement.gpus} GPUs but the Ray cluster has {available_gpus}: lower "
             "--actor-num-nodes or --actor-num-gpus-per-node, or join a larger cluster with --ray-address"
         ]
-    return [*_gpu_problems(config), *_model_problems(config)]
-
-
-def _mode_problems(config: RunConfig) -> Problems:
-    found = []
-    if config.cluster.fully_async:
-        if config.train.batch.balance_data:
-            found.append(
-                "--balance-data works with --colocate only: with --fully-async each data-parallel rank takes its "
-                "samples from TransferQueue as they come, before the others are known; remove one of the two"
-            )
-        return found
-    if "num_data_storage_units" in config.given:
-        found.append("--num-data-storage-units has no effect without --fully-async: remove it, or add --fully-async")
-    return found
+    return [*gpu_problems(config), *_model_problems(config)]
 
 
 def _batch_problems(config: RunConfig) -> Problems:
@@ -105,45 +94,6 @@ def _batch_problems(config: RunConfig) -> Problems:
         arithmetic = f"--rollout-batch-size {prompts} x --n-samples-per-prompt {each} = {prompts * each} samples"
         return [f"{arithmetic}: {error}"]
     return []
-
-
-def _gpu_problems(config: RunConfig) -> Problems:
-    placement, cluster = config.placement, config.cluster
-    if placement is None:
-        return []
-    if placement.device == "cpu":
-        return _cpu_problems(config)
-    per_engine = config.sglang.rollout_num_gpus_per_engine
-    gpus = placement.train_ranks if placement.shared else cluster.rollout_num_gpus or 0
-    if per_engine >= 1 and gpus % per_engine:
-        return [
-            f"the engines have {gpus} GPUs, which is no multiple of --rollout-num-gpus-per-engine {per_engine}: "
-            "change one of them"
-        ]
-    if per_engine > cluster.num_gpus_per_node:
-        return [
-            f"--rollout-num-gpus-per-engine {per_engine} is more than one node has (--num-gpus-per-node "
-            f"{cluster.num_gpus_per_node}): an engine must fit into a node"
-        ]
-    return []
-
-
-def _cpu_problems(config: RunConfig) -> Problems:
-    found = []
-    if config.cluster.fully_async:
-        found.append("--fully-async needs GPUs, and --actor-num-gpus-per-node is 0: raise it, or use --colocate")
-    idle = [
-        n
-        for n, idles in (
-            ("rollout_num_gpus_per_engine", config.sglang.rollout_num_gpus_per_engine > 1),
-            ("num_gpus_per_node", "num_gpus_per_node" in config.given),
-            ("optimizer_cpu_offload", config.train.parallel.optimizer_cpu_offload),
-        )
-        if idles
-    ]
-    if idle:
-        found.append(f"{given_flags(idle)} without effect: the run has no GPUs; remove it, or run where there are some")
-    return found
 
 
 def _model_problems(config: RunConfig) -> Problems:
@@ -327,6 +277,8 @@ def _machine_problems(config: RunConfig) -> Problems:
         return []
     found = []
     asked, here = cluster.actor_num_gpus_per_node or 0, local_gpus()
+    if config.cluster.fully_async and config.placement is not None and asked and config.placement.gpus > here:
+        return [split_problem(config.placement, here, "this machine")]
     if asked > here:
         fix = "set it to 0 to run on CPU" if here == 0 else f"lower it to {here}"
         found.append(

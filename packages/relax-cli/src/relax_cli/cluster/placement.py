@@ -33,7 +33,7 @@ class Placement:
         train_ranks: processes of the trainer, one a GPU.
         engines: SGLang servers.
         gpus_per_engine: GPUs of each; 1 on CPU too, where it is one process.
-        shared: engines and trainer use the same GPUs in turn.
+        shared: engines and trainer use the same GPUs in turn; on CPU, the same cores.
     """
 
     device: Literal["cuda", "cpu"]
@@ -107,7 +107,8 @@ def make_placement(
         return None
     if per_node == 0:
         ranks = math.lcm(tp * pp * cp, ep * etp * pp) if ep > 1 else tp * pp * cp
-        return Placement(device="cpu", train_ranks=ranks, engines=1, gpus_per_engine=1, shared=True, **sizes)
+        own = {"train_ranks": ranks, "engines": 1, "gpus_per_engine": 1}
+        return Placement(device="cpu", shared=cluster.colocate, **own, **sizes)
     world = per_node * nodes
     per_engine = max(1, sglang.rollout_num_gpus_per_engine)
     rollout_gpus = world if cluster.colocate else cluster.rollout_num_gpus or cluster.num_gpus_per_node

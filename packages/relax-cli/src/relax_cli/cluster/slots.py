@@ -79,8 +79,8 @@ def reserve(
 
     if gpus and cluster_gpus() < n_slots:
         raise ValueError(
-            f"the run needs {n_slots} GPUs but the Ray cluster has {cluster_gpus()}: lower --actor-num-nodes or "
-            "--actor-num-gpus-per-node, or join a larger cluster with --ray-address."
+            f"the run needs {n_slots} GPUs but the Ray cluster has {cluster_gpus()}: lower --actor-num-nodes, "
+            "--actor-num-gpus-per-node or --rollout-num-gpus, or join a larger cluster with --ray-address."
         )
     bundle = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": 1.0}
     group = placement_group([bundle] * n_slots, strategy="PACK")

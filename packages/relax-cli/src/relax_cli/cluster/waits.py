@@ -101,7 +101,7 @@ def wait_for(
     remind_s: float = ...,
     status: Callable[[], str] | None = ...,
     heartbeat: Heartbeat | None = ...,
-    meanwhile: Callable[[], None] | None = ...,
+    meanwhile: Callable[[], object] | None = ...,
 ) -> list[R]: ...
 
 
@@ -115,7 +115,7 @@ def wait_for(
     remind_s: float = ...,
     status: Callable[[], str] | None = ...,
     heartbeat: Heartbeat | None = ...,
-    meanwhile: Callable[[], None] | None = ...,
+    meanwhile: Callable[[], object] | None = ...,
 ) -> R: ...
 
 
@@ -128,7 +128,7 @@ def wait_for(  # noqa: PLR0913  # what a wait does meanwhile, by name
     remind_s: float = 60.0,
     status: Callable[[], str] | None = None,
     heartbeat: Heartbeat | None = None,
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Any:
     """``ray.get`` that says what it waits for, ends at a deadline and gives way to a stop request.
 

@@ -26,7 +26,7 @@ class ClusterSettings(Settings):
         True, "Train and generate in turn on the same GPUs, with sleep and wake. On unless --fully-async."
     )
     fully_async: bool = option(
-        False, "Train and generate at once on separate GPUs, with the data going through TransferQueue."
+        False, "Train and generate at once, on separate GPUs or, without any, in separate processes."
     )
     max_staleness: int = option(
         1,
@@ -52,6 +52,11 @@ class ClusterSettings(Settings):
         le=LARGEST_COUNT,
     )
     num_gpus_per_node: int = option(8, "GPUs of one node of the cluster.", ge=1, le=LARGEST_COUNT)
+    weight_sync: Literal["group", "disk"] | None = option(
+        None,
+        "With --fully-async, how new weights reach the engines: over a process group for each (group, the default), or "
+        "as files in the run directory, which all nodes have to see (disk).",
+    )
     ray_address: str | None = option(
         None, "Ray cluster to join, as in `ray start --address`, or `auto`; by default Ray is started on this machine."
     )
@@ -74,6 +79,11 @@ class ClusterSettings(Settings):
             found.append(
                 "--rollout-num-gpus has no effect with --colocate, where the engines use all GPUs that train: "
                 "remove it, or add --fully-async"
+            )
+        if not self.fully_async and self.weight_sync is not None:
+            found.append(
+                "--weight-sync has no effect with --colocate, where the engines take the weights out of the trainer's "
+                "memory: remove it, or add --fully-async"
             )
         port = re.search(r":([0-9]+)$", self.ray_address or "")
         if port is not None and not 1 <= int(port[1]) <= 65535:

@@ -28,16 +28,19 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from relax_train.checkpoint.folders import side_folder
 
 if TYPE_CHECKING:
+    from relax_data.types import StepManifest
+
     from relax_cli.cluster.waits import StopFlag
     from relax_cli.config.run_config import RunConfig
     from relax_cli.run.progress import Progress
     from relax_cli.run.tracking import Histograms, Trackers
     from relax_cli.workers.group import WorkerGroups
+    from relax_cli.workers.references import RowReference
 
 
 class PhaseTimer:
@@ -135,6 +138,10 @@ class Controller(abc.ABC):
         """Lets the trainer work after the last step, where a mode has given its GPUs to the engines."""
         return
 
+    def _finish(self) -> None:
+        """Ends what a mode has begun beside its steps, after the last of them."""
+        return
+
     # ------------------------------------------------------------------ the run
 
     def run(self) -> Outcome:
@@ -158,6 +165,7 @@ class Controller(abc.ABC):
             self.outcome.stopped_by = self.stop.signal_number
         elif self._evaluates and rollout_id > start and rollout_id != self._evaluated:
             self._evaluate(rollout_id)
+        self._finish()
         self._save_at_end(rollout_id)
         return self.outcome
 
@@ -207,14 +215,18 @@ class Controller(abc.ABC):
         histograms: "Histograms | None" = None,
         trained: bool = True,
     ) -> None:
-        """Writes the metrics of a step, saves it if due, and pushes its weights: in this order in every mode."""
+        """Writes the metrics of a step, and then what follows a step that has trained: checkpoint and weights."""
         self._report(rollout_id, scalars, timer, histograms)
         self._timer = PhaseTimer()
         if trained:
-            self._save_if_due(rollout_id, self._timer)
-            if not self.config.debug.debug_train_only:
-                self._push(rollout_id + 1, self._timer)
+            self._after_training(rollout_id, self._timer)
         self._timer.stop()
+
+    def _after_training(self, rollout_id: int, timer: PhaseTimer) -> None:
+        """Saves a step if due, and pushes its weights."""
+        self._save_if_due(rollout_id, timer)
+        if not self.config.debug.debug_train_only:
+            self._push(rollout_id + 1, timer)
 
     def _report(
         self, rollout_id: int, scalars: dict[str, float], timer: PhaseTimer, histograms: "Histograms | None"
@@ -232,6 +244,25 @@ class Controller(abc.ABC):
         last = self.config.run.num_rollout
         self.progress.step(rollout_id, last - 1 if last is not None else None, scalars)
 
+    def _train_on(self, manifest: "StepManifest", rows: "RowReference", timer: PhaseTimer) -> dict[str, float]:
+        """All optimizer steps on one rollout; the seconds of their phases go to the timer."""
+        with timer.phase("train_step"):
+            metrics = self.workers.trainers.train(manifest, rows, manifest.rollout_id)
+        # What the ranks spend in their phases; the rest of the call is transport and waiting for the slowest rank.
+        phases = {k.removeprefix("time/"): v for k, v in metrics.items() if k.startswith("time/")}
+        timer.seconds |= phases
+        timer.seconds["train_wait"] = max(0.0, timer.seconds.pop("train_step") - sum(phases.values()))
+        return {k: v for k, v in metrics.items() if not k.startswith("time/")}
+
+    def _check_served(self, version: int) -> None:
+        """Asks the engines for their version after a push."""
+        served = self.workers.rollout.weight_versions()
+        if any(v != version for v in served):
+            raise RuntimeError(
+                f"after the weight update to version {version} the engines serve {served}: stopping, because training "
+                "on samples of other weights would go wrong in silence"
+            )
+
     # ------------------------------------------------------------------ evaluation
 
     @property
@@ -248,7 +279,9 @@ class Controller(abc.ABC):
 
     def _evaluate(self, rollout_id: int) -> None:
         version = 0 if self.config.debug.debug_rollout_only else rollout_id
-        scalars = self.workers.rollout.evaluate(version)
+        self._note_evaluation(rollout_id, self.workers.rollout.evaluate(version))
+
+    def _note_evaluation(self, rollout_id: int, scalars: dict[str, float]) -> None:
         self.trackers.log(scalars, rollout_id)
         self._evaluated = rollout_id
         self.outcome.evals.append((rollout_id, scalars))
@@ -256,9 +289,12 @@ class Controller(abc.ABC):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def _save_if_due(self, rollout_id: int, timer: PhaseTimer) -> None:
+    def _save_due(self, rollout_id: int) -> bool:
         interval = self.config.train.checkpoint.save_interval
-        if not self._saves or interval is None or (rollout_id + 1) % interval:
+        return self._saves and interval is not None and (rollout_id + 1) % interval == 0
+
+    def _save_if_due(self, rollout_id: int, timer: PhaseTimer) -> None:
+        if not self._save_due(rollout_id):
             return
         with timer.phase("save"):
             self._save(rollout_id)
@@ -270,14 +306,22 @@ class Controller(abc.ABC):
             self.config.debug.debug_rollout_only
         )
 
+    def _snapshot(self, rollout_id: int) -> dict[str, Any] | None:
+        """The rollout worker's state, with what :meth:`_save` makes a part of a checkpoint; None without one."""
+        directory = self.config.train.checkpoint.save
+        if directory is None or self.config.debug.debug_train_only:
+            return None
+        return self.workers.rollout.save_state(directory, rollout_id)
+
     def _save(self, rollout_id: int) -> None:
+        self._write(rollout_id, self._snapshot(rollout_id))
+
+    def _write(self, rollout_id: int, state: dict[str, Any] | None) -> None:
+        """Writes checkpoint and export of a rollout, as far as they are asked for."""
         checkpoint = self.config.train.checkpoint
         if checkpoint.save is not None:
-            state, files = None, None
-            if not self.config.debug.debug_train_only:
-                # The worker writes its file beside the checkpoint; the ranks make it a part of it, or of nothing.
-                state = self.workers.rollout.save_state(checkpoint.save, rollout_id)
-                files = side_folder(Path(checkpoint.save).absolute(), rollout_id)
+            # The worker has written its file beside the checkpoint; the ranks make it a part of it, or of nothing.
+            files = None if state is None else side_folder(Path(checkpoint.save).absolute(), rollout_id)
             self.workers.trainers.save(checkpoint.save, rollout_id, {"rollout": state}, files)
             self.outcome.last_checkpoint = checkpoint.save
         self._saved = rollout_id

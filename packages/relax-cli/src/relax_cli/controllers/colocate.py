@@ -108,13 +108,7 @@ class ColocateController(Controller):
         if self.workers.shares_gpu:
             with timer.phase("sleep_wake"):
                 self._wake_trainer()
-        with timer.phase("train_step"):
-            metrics = self.workers.trainers.train(manifest, rows, manifest.rollout_id)
-        # What the ranks spend in their phases; the rest of the call is transport and waiting for the slowest rank.
-        phases = {k.removeprefix("time/"): v for k, v in metrics.items() if k.startswith("time/")}
-        timer.seconds |= phases
-        timer.seconds["train_wait"] = max(0.0, timer.seconds.pop("train_step") - sum(phases.values()))
-        return {k: v for k, v in metrics.items() if not k.startswith("time/")}
+        return self._train_on(manifest, rows, timer)
 
     def _wake_trainer(self) -> None:
         if self.workers.shares_gpu:
@@ -141,10 +135,5 @@ class ColocateController(Controller):
                 trainers.sleep()
                 rollout.resume_memory("kv_cache")
         with timer.phase("weight_update"):
-            served = rollout.weight_versions()
-        if any(v != version for v in served):
-            raise RuntimeError(
-                f"after the weight update to version {version} the engines serve {served}: stopping, because training "
-                "on samples of other weights would go wrong in silence"
-            )
+            self._check_served(version)
         self._recovery.include(version)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from relax_rollout.engines.pool import RESTARTS, EngineReport, EngineState
-from relax_rollout.weight_sync.base import WeightPushFailed
+from relax_rollout.weight_sync.base import PushReport, WeightPushFailed
 
 if TYPE_CHECKING:
     from relax_cli.workers.group import WorkerGroups
@@ -32,15 +32,24 @@ class EngineRecovery:
         restarts: engines restarted so far.
     """
 
-    def __init__(self, workers: "WorkerGroups", note: Callable[[str], None], catch_up: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        workers: "WorkerGroups",
+        note: Callable[[str], None],
+        catch_up: Callable[[], None],
+        *,
+        repeats: bool = False,
+    ) -> None:
         """Takes what it works with.
 
         Args:
             workers: started actors.
             note: takes lines for the user.
             catch_up: gives the current weights to the engines that have restarted, and includes them.
+            repeats: a push that reached no engine is repeated once, also when all of them live: each has a way of its
+                own for weights, which is made anew.
         """
-        self._workers, self._note, self._catch_up = workers, note, catch_up
+        self._workers, self._note, self._catch_up, self._repeats = workers, note, catch_up, repeats
         self._reports: dict[str, EngineReport] = {}
         self._told: dict[str, int] = {}  # losses of each engine that the user knows of
         self._begun: dict[str, int] = {}  # losses of each engine after which it was restarted
@@ -57,9 +66,16 @@ class EngineRecovery:
 
     def watch(self) -> None:
         """Restarts what was lost, and lets what has restarted join if it can. Returns soon unless it can."""
+        if not self.restart_lost() or not self._names(EngineState.JOINING):
+            return
+        if not self._workers.shares_gpu or not (self._names(EngineState.SERVING) or self._starting):
+            self._catch_up()
+
+    def restart_lost(self) -> bool:
+        """Restarts what was lost, in the background; True when it knows the state of the engines of a moment ago."""
         reports = self._workers.rollout.poll_engines()
         if reports is None:
-            return
+            return False
         self._look_at(reports)
         for name in self._names(EngineState.LOST):
             losses = self._reports[name].losses
@@ -68,10 +84,7 @@ class EngineRecovery:
                 self._starting[name] = time.monotonic()
                 self._workers.engines.begin_restart(name)
         self._collect()
-        if not self._names(EngineState.JOINING):
-            return
-        if not self._workers.shares_gpu or not (self._names(EngineState.SERVING) or self._starting):
-            self._catch_up()
+        return True
 
     def _names(self, *states: EngineState) -> list[str]:
         return [name for name, report in self._reports.items() if report.state in states]
@@ -125,7 +138,7 @@ class EngineRecovery:
         self._look_at(self._workers.rollout.check_engines())
         return self._names(EngineState.SERVING, EngineState.JOINING)
 
-    def push(self, version: int, *, joining_only: bool = False) -> None:
+    def push(self, version: int, *, joining_only: bool = False) -> PushReport | None:
         """Sends the trainer's weights to the engines; once more, to those that live, when one died meanwhile.
 
         Without an engine nothing is sent: whoever is restarted gets the weights then.
@@ -134,32 +147,40 @@ class EngineRecovery:
             version: of the weights.
             joining_only: leave the engines alone that serve.
 
+        Returns:
+            what was sent; None without an engine. An engine that did not get the weights, while others did, is lost.
+
         Raises:
             WeightPushFailed: for another reason, or again.
         """
         names = self._wanted(joining_only)
         try:
-            self._send(version, names)
+            return self._send(version, names)
         except WeightPushFailed:
             time.sleep(DYING_S)
             living = self._wanted(joining_only)
-            if not set(names) - set(living):
+            if not set(names) - set(living) and not self._repeats:
                 raise
             if living:
                 self._note(f"the push of version {version} is repeated, to {', '.join(living)}")
-            self._send(version, living)
+            return self._send(version, living)
 
     def _wanted(self, joining_only: bool) -> list[str]:
         living = self.check()
         return self._names(EngineState.JOINING) if joining_only else living
 
-    def _send(self, version: int, names: Sequence[str]) -> None:
+    def _send(self, version: int, names: Sequence[str]) -> PushReport | None:
         if not names:
-            return
+            return None
         if self._moved:
             self._workers.trainers.connect(self._workers.engines.addresses)
             self._moved = False
-        self._workers.trainers.push_weights(version, names)
+        report = self._workers.trainers.push_weights(version, names)
+        for name, why in report.failed.items():
+            self._workers.rollout.exclude_engine(name, f"it did not take the weights of version {version}: {why}")
+        if report.failed:
+            self._look_at(self._workers.rollout.engine_reports())
+        return report
 
     def include(self, version: int) -> None:
         """Lets the engines serve that got the last push beside those that served before."""

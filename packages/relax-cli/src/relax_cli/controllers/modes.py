@@ -3,8 +3,12 @@
 from relax_cli.config.settings import ClusterSettings
 from relax_cli.controllers.base import Controller
 from relax_cli.controllers.colocate import ColocateController
+from relax_cli.controllers.fully_async import FullyAsyncController
 
-CONTROLLERS: dict[str, type[Controller]] = {"colocate": ColocateController}
+CONTROLLERS: dict[str, type[Controller]] = {
+    "colocate": ColocateController,
+    "fully_async": FullyAsyncController,
+}
 """One entry a mode, under its name in :data:`relax_cli.config.settings.MODES`. A mode without an entry is planned and
 checked, but a start is refused."""
 

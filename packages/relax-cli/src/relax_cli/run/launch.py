@@ -16,6 +16,7 @@ from types import FrameType
 from relax_train.settings.checkpoint import ROLLOUT_ID
 
 from relax_cli.cluster.ray_cluster import cluster_gpus, connected
+from relax_cli.cluster.slots import slots_needed
 from relax_cli.cluster.waits import StopFlag, StopRequested
 from relax_cli.config.export import to_toml
 from relax_cli.config.resolution import fit
@@ -23,7 +24,7 @@ from relax_cli.config.run_config import RunConfig
 from relax_cli.controllers.base import Outcome
 from relax_cli.controllers.modes import CONTROLLERS
 from relax_cli.run import folder as run_folder
-from relax_cli.run.progress import PHASES, Progress, plot_reward
+from relax_cli.run.progress import Progress, plot_reward, shown_phases
 from relax_cli.run.tracking import JsonLinesTracker, TensorBoardTracker, Tracker, Trackers, WandbTracker, read_metrics
 from relax_cli.workers.group import WorkerGroups
 
@@ -73,7 +74,9 @@ def run(config: RunConfig) -> int:
 
 
 def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag, outcome: Outcome) -> None:
-    with connected(config.cluster.ray_address, min_cpus=8, note=progress.note):
+    # Each slot of the run is one of Ray's CPUs; a few more let Ray's own tasks run beside them.
+    slots = 0 if config.placement is None else slots_needed(config.placement) + 2
+    with connected(config.cluster.ray_address, min_cpus=max(8, slots), note=progress.note):
         config = fit(config, cluster_gpus())
         shape = config.placement
         assert shape is not None, "fit() knows the cluster"
@@ -208,7 +211,7 @@ def _finish(config: RunConfig, outcome: Outcome, started: float, seconds: float,
         rows.append((key.removesuffix("/reward"), f"{values[0]:.3f} -> {values[-1]:.3f}"))
     if steps:
         total = sum(m["time/step"] for m in steps)
-        spent = {p: sum(m.get(f"time/{p}") or 0.0 for m in steps) / total for p in PHASES}
+        spent = {p: sum(m.get(f"time/{p}") or 0.0 for m in steps) / total for p in shown_phases(steps[-1])}
         spent["other"] = max(0.0, 1.0 - sum(spent.values()))  # sleep and wake, saving, ...
         shares = [f"{phase} {share:.0%}" for phase, share in spent.items()]
         rows.append(("time of the steps", ", ".join(shares)))

@@ -1,7 +1,7 @@
 """The output of a run for its user: one line a step, a table at the end, a plot of the reward."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,25 @@ from relax_cli.run.tracking import one_a_step
 
 PHASES = ("generate", "log_probs", "train", "weight_update")
 """The phases of a step that the progress line shows, in the order in which they run."""
+ASYNC_PHASES = ("wait_for_rollout", "log_probs", "train", "wait_for_eval", "pause", "weight_update")
+"""Those of a trainer that works beside the engines: where it waits for them, and where they wait for it."""
+
+
+def shown_phases(scalars: Mapping[str, Any]) -> tuple[str, ...]:
+    """The phases of this step's mode."""
+    return ASYNC_PHASES if "time/wait_for_rollout" in scalars else PHASES
+
+
+def who_waits(scalars: Mapping[str, Any]) -> str:
+    """In words, who of trainer and engines waited for the other in a step; empty where they take turns."""
+    if "async/trainer_idle_share" not in scalars:
+        return ""
+    trainer, engines = scalars["async/trainer_idle_share"], scalars.get("async/engine_idle_share", 0.0)
+    paused, opened = scalars.get("async/engine_paused_share", 0.0), scalars.get("async/open_groups", 0.0)
+    return (
+        f"trainer waits {trainer:.0%}, engines wait {engines:.0%} and rest {paused:.0%}, "
+        f"{opened:.0f} groups open, {scalars.get('async/ready_groups', 0.0):.0f} ready"
+    )
 
 
 class Progress:
@@ -32,10 +51,12 @@ class Progress:
         parts = [
             f"step {rollout_id}{of}",
             f"reward {get('rollout/reward', float('nan')):.3f}",
-            f"{get('perf/tokens_per_s', 0.0):.0f} tok/s",
+            f"{get('perf/tokens_per_s', get('perf/tokens_per_s_step', 0.0)):.0f} tok/s",
             f"staleness {get('staleness/max', 0.0):.0f}",
-            " ".join(f"{phase} {get(f'time/{phase}', 0.0):.2f}s" for phase in PHASES),
+            " ".join(f"{phase} {get(f'time/{phase}', 0.0):.2f}s" for phase in shown_phases(scalars)),
         ]
+        if waits := who_waits(scalars):
+            parts.append(waits)
         if "train/grad_norm" in scalars:  # the loss itself is near 0 by construction: advantages sum to 0 in a group
             parts.insert(2, f"grad norm {scalars['train/grad_norm']:.3f}")
         self.note("  ".join(parts))

@@ -58,7 +58,7 @@ class EngineActor:
             host=host,
             dtype=dtype,
             seed=seed,
-            enable_memory_saver=device == "cuda" and not config.debug.debug_rollout_only,
+            enable_memory_saver=device == "cuda" and config.cluster.colocate and not config.debug.debug_rollout_only,
             context_length=context_lengths(config).engine,
         )
         self.name = name

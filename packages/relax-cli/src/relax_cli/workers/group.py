@@ -195,8 +195,9 @@ class WorkerGroups:
     def _create_trainers(self, slots: Sequence[Slot]) -> None:
         own = trainer_slots(self.shape, slots)
         world = len(own)
-        # Generation and training take turns, so the ranks may use all cores between them.
-        threads = max(1, (os.cpu_count() or 1) // world) if self.shape.device == "cpu" else 1
+        # Where generation and training take turns, the ranks may use all cores between them; else each engine has one.
+        cores = (os.cpu_count() or 1) - (0 if self.shape.shared else self.shape.engines)
+        threads = max(1, cores // world) if self.shape.device == "cpu" else 1
         actors = []
         for rank, slot in enumerate(own):
             create = self._actor(

@@ -1,5 +1,6 @@
 """The Ray actor that drives generation: prompts, engines' clients, rewards, evaluation, engine profiling."""
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from relax_rollout.engines.base import Engine, EngineAddress, MemoryTag
     from relax_rollout.engines.pool import EngineReport
     from relax_rollout.loop.context import RolloutProgress
+    from relax_rollout.loop.producer import Producer
     from relax_rollout.loop.rollout_loop import RolloutResult
 
     from relax_cli.config.run_config import RunConfig
@@ -87,6 +89,9 @@ class RolloutActor:
         )
         self._profiler: RolloutProfiler | None = None
         self._rows: TrainBatch | None = None
+        self._producer: Producer | None = None
+        self._evaluation: asyncio.Task[dict[str, float]] | None = None
+        self._window = contextlib.AsyncExitStack()  # of the profiler, between two pushes
 
     async def connect(self, engines: "Sequence[EngineAddress]") -> None:
         """Takes the engines into use, in this order."""
@@ -95,6 +100,11 @@ class RolloutActor:
 
         self._loop.engines = self._engines = EnginePool([SGLangEngine.at(address) for address in engines])
         self._profiler = self._build_profiler([address.url for address in engines])
+        if self._config.cluster.fully_async:
+            from relax_rollout.loop.producer import Producer
+
+            concurrency = self._config.sglang.sglang_server_concurrency
+            self._producer = Producer(self._loop, self._engines, concurrency=concurrency)
 
     def _build_profiler(self, urls: list[str]) -> "RolloutProfiler | None":
         settings = self._config.sglang_profile
@@ -150,6 +160,55 @@ class RolloutActor:
             self._rows = TrainBatch.from_groups(groups, rollout_id)
         manifest = StepManifest.of(self._rows) if self._rows is not None else None
         return RolloutOutput(len(groups), manifest, result.metrics, saving_s, result.histograms)
+
+    # ------------------------------------------------------------------ generation in the background (fully async)
+
+    @property
+    def _background(self) -> "Producer":
+        assert self._producer is not None, "only with --fully-async, when the engines are known"
+        return self._producer
+
+    async def next_step(self, step: int) -> RolloutOutput:
+        """The groups of a training step, when they are there; their rows stay here, for :meth:`fetch_rows`."""
+        return self._keep(step, await self._background.next_step(step), None)
+
+    async def settle(self, step: int) -> None:
+        """Books the groups of a step as trained, and lets go of their rows."""
+        self._background.settle(step)
+        self._rows = None
+
+    async def begin_push(self) -> dict[str, float]:
+        """Brings all samples to rest for a push of weights, once no evaluation runs; the seconds of its parts."""
+        if self._evaluation is not None:
+            await asyncio.wait([self._evaluation])
+        seconds = await self._background.begin_push()
+        await self._window.aclose()
+        return seconds
+
+    async def end_push(self, version: int) -> None:
+        """Lets the engines generate with the weights of this version, which all in use have."""
+        await self._window.enter_async_context(self._profiled(version))
+        self._background.end_push(version)
+
+    async def start_evaluation(self, version: int) -> None:
+        """Begins an evaluation beside the generation; no push begins before it has ended."""
+        assert self._evaluation is None, "one evaluation at a time"
+        self._evaluation = asyncio.ensure_future(self.evaluate(version))
+
+    async def drop_evaluation(self) -> None:
+        """Ends the evaluation that was started, without a result."""
+        if self._evaluation is not None:
+            self._evaluation.cancel()
+            await asyncio.gather(self._evaluation, return_exceptions=True)
+            self._evaluation = None
+
+    async def finish_evaluation(self) -> dict[str, float]:
+        """Waits for the evaluation that was started; its metrics."""
+        assert self._evaluation is not None, "start_evaluation() comes first"
+        evaluation, self._evaluation = self._evaluation, None
+        return await evaluation
+
+    # ------------------------------------------------------------------ rows, evaluation, engines, state
 
     async def fetch_rows(
         self, rollout_id: int, indices: Sequence[int], columns: Sequence[str] = ROW_COLUMNS
@@ -240,6 +299,14 @@ class RolloutActor:
 
         self._engines.restart_failed(name, EngineDied(why))
 
+    async def exclude_engine(self, name: str, why: str) -> None:
+        """Takes an engine out whose weights are not those of the others."""
+        from relax_rollout.engines.base import EngineDied
+
+        for engine in self._engines.in_use:
+            if engine.name == name:
+                self._engines.exclude(engine, EngineDied(why))
+
     async def include_engine(self, name: str) -> None:
         """Lets a restarted engine serve, which has the current weights."""
         self._engines.include(name)
@@ -270,6 +337,8 @@ class RolloutActor:
         self._loop.load_state(state, folder)
 
     async def close(self) -> None:
-        """Closes the reward and the connections to the engines."""
+        """Ends what runs, and closes the reward and the connections to the engines."""
+        if self._producer is not None:
+            await self._producer.stop()
         await self._reward.close()
         await self._engines.close()

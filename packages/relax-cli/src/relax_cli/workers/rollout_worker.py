@@ -85,6 +85,47 @@ class RolloutWorker:
         call = self._actor.call(RolloutActor.generate, rollout_id, version, save_to)
         return self._wait(call, f"rollout {rollout_id} to be generated and scored", long=True)
 
+    def next_step(self, step: int) -> RolloutOutput:
+        """Waits for the groups that a training step takes, with ``--fully-async``; :meth:`rows` names their rows.
+
+        Args:
+            step: absolute id, which is the version of the weights that train.
+
+        Raises:
+            EngineDied, RewardError, GenerationError, TimeoutError, ValueError: see
+                :meth:`relax_rollout.loop.producer.Producer.next_step`.
+        """
+        call = self._actor.call(RolloutActor.next_step, step)
+        return self._wait(call, f"the samples of step {step} to be generated and scored", long=True)
+
+    def settle(self, step: int) -> None:
+        """Books the groups of a step as trained, and lets go of their rows."""
+        self._wait(self._actor.call(RolloutActor.settle, step), "the rollout worker to book the step")
+
+    def begin_push(self) -> dict[str, float]:
+        """Brings all samples to rest, so that weights can be pushed and the state saved; nothing generates then.
+
+        Returns:
+            seconds of its parts, by name; see :meth:`relax_rollout.loop.producer.Producer.begin_push`.
+        """
+        return self._wait(self._actor.call(RolloutActor.begin_push), "the running requests to end", long=True)
+
+    def end_push(self, version: int) -> None:
+        """Lets the engines generate with the weights of this version, which all in use have."""
+        self._wait(self._actor.call(RolloutActor.end_push, version), "the rollout worker to go on")
+
+    def start_evaluation(self, version: int) -> None:
+        """Begins :meth:`evaluate` beside the generation; no push begins before it has ended."""
+        self._wait(self._actor.call(RolloutActor.start_evaluation, version), "the evaluation to begin")
+
+    def drop_evaluation(self) -> None:
+        """Ends what :meth:`start_evaluation` began, without a result."""
+        self._wait(self._actor.call(RolloutActor.drop_evaluation), "the evaluation to end")
+
+    def finish_evaluation(self) -> dict[str, float]:
+        """Waits for the evaluation that :meth:`start_evaluation` began; its metrics."""
+        return self._wait(self._actor.call(RolloutActor.finish_evaluation), "the evaluation", long=True)
+
     def rows(self, rollout_id: int) -> RolloutRows:
         """The rows of the rollout that was generated last, for the trainer's ranks."""
         return RolloutRows(self._actor, rollout_id)
@@ -140,6 +181,10 @@ class RolloutWorker:
         """Tells that a lost engine could not be started again, which counts as one of its restarts."""
         call = self._actor.call(RolloutActor.engine_not_restarted, name, why)
         self._wait(call, "the rollout worker to know the engine")
+
+    def exclude_engine(self, name: str, why: str) -> None:
+        """Takes an engine out whose weights are not those of the others, so that it is restarted."""
+        self._wait(self._actor.call(RolloutActor.exclude_engine, name, why), "the rollout worker to know the engine")
 
     def include_engine(self, name: str) -> None:
         """Lets a restarted engine serve, which has the current weights."""

@@ -12,11 +12,12 @@ from relax_cli.workers.process import enter_folder, start_log
 if TYPE_CHECKING:
     from relax_data.types import StepManifest
     from relax_rollout.engines.base import EngineAddress
-    from relax_rollout.weight_sync.base import WeightTransport
+    from relax_rollout.weight_sync.base import PushReport, WeightTransport
     from relax_train.checkpoint.manifest import Loaded
     from relax_train.observer import StepObserver
     from relax_train.trainer import Trainer
 
+    from relax_cli.cluster.placement import Placement
     from relax_cli.config.run_config import RunConfig
     from relax_cli.workers.references import RowReference
 
@@ -86,6 +87,10 @@ class TrainActor:
         )
         import torch
 
+        if self._placement.device == "cuda" and not self._placement.shared:
+            from relax_rollout.weight_sync.pair_group import set_nccl_environment
+
+            set_nccl_environment()
         torch.set_num_threads(self._threads)
         from relax_train.trainer import Trainer
 
@@ -100,6 +105,11 @@ class TrainActor:
         sizes = self._trainer.parallel
         layout = f"TP {sizes.tp_size} x PP {sizes.pp_size} x CP {sizes.cp_size} x DP {sizes.dp_size}"
         return TrainerFacts(self._trainer.parameter_count, layout)
+
+    @property
+    def _placement(self) -> "Placement":
+        assert self._config.placement is not None, "the cluster is known before its workers"
+        return self._config.placement
 
     @property
     def _ready(self) -> "Trainer":
@@ -125,8 +135,7 @@ class TrainActor:
         """Tells this rank where the engines are, and sets up the way for weights to them; again when one has moved."""
         from relax_rollout.weight_sync.transports import make_transport
 
-        placement = self._config.placement
-        assert placement is not None, "the cluster is known before its workers"
+        placement = self._placement
         if self._transport is not None:
             self._transport.close()
         self._transport = make_transport(
@@ -135,6 +144,8 @@ class TrainActor:
             world_size=self._world_size,
             device=placement.device,
             gpus_per_engine=placement.gpus_per_engine,
+            name=None if placement.shared else self._config.cluster.weight_sync or "group",
+            folder=self._config.run_dir / "weights",
         )
 
     def train(self, manifest: "StepManifest", rows: "RowReference", version: int) -> dict[str, float]:
@@ -147,11 +158,11 @@ class TrainActor:
         """
         return self._ready.train(manifest, rows.for_rank(self._rank), version=version)
 
-    def push_weights(self, version: int, engines: "Sequence[str] | None" = None) -> None:
+    def push_weights(self, version: int, engines: "Sequence[str] | None" = None) -> "PushReport":
         """Sends the current weights to the engines of these names, or to all, as ``version``."""
         buckets = self._ready.weight_buckets(self._config.train.model.update_weight_buffer_size)
         assert self._transport is not None, "the engines are known before weights are sent"
-        self._transport.push(buckets, version, engines)
+        return self._transport.push(buckets, version, engines)
 
     def save(self, directory: str, rollout_id: int, extra: dict[str, Any], files: Path | None) -> None:
         """Writes a checkpoint of the rollout, with the driver's state in ``extra``, and takes over ``files``."""

@@ -1,6 +1,6 @@
 """The trainer's ranks as the driver sees them: one object whose methods every rank carries out together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,6 +11,7 @@ from relax_cli.workers.trainer import TrainActor, TrainerFacts
 if TYPE_CHECKING:
     from relax_data.types import StepManifest
     from relax_rollout.engines.base import EngineAddress
+    from relax_rollout.weight_sync.base import PushReport
     from relax_train.checkpoint.manifest import Loaded
 
     from relax_cli.workers.references import RowReference
@@ -19,7 +20,13 @@ R = TypeVar("R")
 
 
 class TrainerGroup:
-    """All ranks. A method waits for all of them; the first failure of any rank is raised at once."""
+    """All ranks. A method waits for all of them; the first failure of any rank is raised at once.
+
+    Attributes:
+        meanwhile: called several times a second while a training step is waited for.
+    """
+
+    meanwhile: Callable[[], object] | None = None
 
     def __init__(self, actors: Sequence[Actor[TrainActor]], *, one_node: bool, stop: StopFlag) -> None:
         """Takes over the actors, in rank order.
@@ -30,9 +37,9 @@ class TrainerGroup:
         """
         self._actors, self._one_node, self._stop = list(actors), one_node, stop
 
-    def _wait(self, refs: list[Ref[R]], what: str, deadline_s: float = CALL_DEADLINE_S) -> list[R]:
+    def _wait(self, refs: list[Ref[R]], what: str, *, meanwhile: Callable[[], object] | None = None) -> list[R]:
         try:
-            return wait_for(refs, what, stop=self._stop, deadline_s=deadline_s)
+            return wait_for(refs, what, stop=self._stop, deadline_s=CALL_DEADLINE_S, meanwhile=meanwhile)
         except Exception as error:
             for rank, actor in enumerate(self._actors):
                 if actor.is_named_in(error):
@@ -85,16 +92,19 @@ class TrainerGroup:
 
         shared: Any = ray.put(manifest)  # once, not once a rank; the actors get the manifest itself
         refs = [actor.call(TrainActor.train, shared, rows, rollout_id) for actor in self._actors]
-        return self._wait(refs, f"training step {rollout_id}")[0]
+        return self._wait(refs, f"training step {rollout_id}", meanwhile=self.meanwhile)[0]
 
-    def push_weights(self, version: int, engines: Sequence[str] | None = None) -> None:
+    def push_weights(self, version: int, engines: Sequence[str] | None = None) -> "PushReport":
         """Sends the current weights to the engines of these names, or to all, as ``version``.
+
+        Returns:
+            that of rank 0: which engines do not have them, the same on every rank, and the seconds of its parts.
 
         Raises:
             WeightPushFailed: these engines refuse to generate until a whole push.
         """
         refs = [actor.call(TrainActor.push_weights, version, engines) for actor in self._actors]
-        self._wait(refs, f"weights {version} to reach the engines")
+        return self._wait(refs, f"weights {version} to reach the engines")[0]
 
     def sleep(self) -> None:
         """Gives the GPUs to the engines."""

@@ -13,8 +13,8 @@ from relax_rollout.timer import PhaseTimer
 
 QUIET_ABORT_S = 3.0
 """Seconds that the clean-up after an error may spend on telling the engines."""
-LAND_RETRY_S = 2.0
-"""Seconds between two aborts of the same request for a push: one that reaches its engine late misses the first."""
+LAND_RETRY_S = 0.25
+"""Seconds between two aborts of all requests for a push: one that reaches its engine late misses the first."""
 LAND_DEADLINE_S = 60.0
 LOOK_EVERY_S = 5.0
 """How often a request that waits for an engine looks whether there is still hope for one."""
@@ -177,7 +177,7 @@ class EngineRouter:
     # ------------------------------------------------------------------ pushes of weights
 
     async def land(self, *, abort: bool = True, deadline_s: float = LAND_DEADLINE_S) -> None:
-        """Returns when nothing of this router is at an engine any more; the pool has to be held.
+        """Returns when nothing of this router is at an engine any more; the pool is held, and no other router has any.
 
         Whoever waits for an aborted request gets what it has, with the reason ``held``.
 
@@ -195,7 +195,8 @@ class EngineRouter:
             if abort:
                 for sent in self._sent.values():
                     sent.landing = True
-                await self._abort(self.snapshot())
+                # All at once: hundreds of calls would keep the engines busy for longer than what they abort.
+                await asyncio.gather(*(self._abort_at(e, None) for e in {s.engine for s in self._sent.values()}))
             if self._sent:
                 await asyncio.wait([s.task for s in self._sent.values()], timeout=LAND_RETRY_S)
                 await asyncio.sleep(0)  # whoever waited for them takes the answer
@@ -215,16 +216,13 @@ class EngineRouter:
         """
         self._closed = True
         self._admit()
-        await self._abort(self.snapshot())
+        await asyncio.gather(*(self._abort_at(engine, rid) for rid, engine in self.snapshot().items()))
 
-    async def _abort(self, rids: dict[str, Engine]) -> None:
-        async def abort(rid: str, engine: Engine) -> None:
-            try:
-                await engine.abort(rid)
-            except EngineDied as error:
-                self._pool.exclude(engine, error)
-
-        await asyncio.gather(*(abort(rid, engine) for rid, engine in rids.items()))
+    async def _abort_at(self, engine: Engine, rid: str | None) -> None:
+        try:
+            await engine.abort(rid)
+        except EngineDied as error:
+            self._pool.exclude(engine, error)
 
     async def abort_quietly(self, rids: dict[str, Engine]) -> None:
         """Frees the engines of requests whose tasks were cancelled; what fails here must not hide the first error."""

@@ -106,9 +106,19 @@ def test_fully_async_keeps_tokens_and_fills_the_bound(workspace: Path, start: li
 
 
 def test_pushes_that_wait_are_warned_of(workspace: Path, start: list[str]) -> None:
-    (warning,) = resolve([*start, "--dry-run", "--fully-async", "--no-partial-rollout"], {}).warnings
+    begin = [*start, "--dry-run", "--fully-async", "--use-tis"]
+    (warning,) = resolve([*begin, "--no-partial-rollout"], {}).warnings
     assert warning.startswith("--no-partial-rollout with --fully-async: each push of weights waits")
-    assert resolve([*start, "--dry-run", "--fully-async"], {}).warnings == ()
+    assert resolve(begin, {}).warnings == ()
+
+
+def test_old_tokens_without_a_correction_are_warned_of(workspace: Path, start: list[str]) -> None:
+    begin = [*start, "--fully-async"]
+    (warning,) = resolve(begin, {}).warnings
+    assert warning.startswith("--fully-async with --max-staleness 1 trains on tokens of older weights as if")
+    assert resolve([*begin, "--max-staleness", "0"], {}).warnings == ()
+    (warning,) = resolve([*begin, "--use-tis", "--num-steps-per-rollout", "4"], {}).warnings
+    assert warning.startswith("--fully-async with 4 optimizer steps a rollout: --max-staleness counts pushes")
 
 
 def test_the_plan_says_what_is_open_and_how_old_it_may_become(workspace: Path, start: list[str]) -> None:

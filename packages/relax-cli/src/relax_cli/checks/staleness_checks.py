@@ -10,12 +10,27 @@ def staleness_problems(config: RunConfig) -> list[str]:
 
 def staleness_warnings(config: RunConfig) -> list[str]:
     """Lists what is allowed and probably not meant."""
-    if config.cluster.fully_async and not config.rollout.partial_rollout:
-        return [
+    if not config.cluster.fully_async:
+        return []
+    found = []
+    if not config.rollout.partial_rollout:
+        found.append(
             "--no-partial-rollout with --fully-async: each push of weights waits until every response that runs has "
             "ended, and no other starts meanwhile, which takes most of what the mode gains; remove --no-partial-rollout"
-        ]
-    return []
+        )
+    if config.cluster.max_staleness > 0 and not config.train.algorithm.use_tis:
+        found.append(
+            f"--fully-async with --max-staleness {config.cluster.max_staleness} trains on tokens of older weights as "
+            "if the current ones had sampled them; --use-tis weights them by how likely the current ones are to do so"
+        )
+    steps = config.train.batch.num_steps_per_rollout or 1
+    if steps > 1:
+        found.append(
+            f"--fully-async with {steps} optimizer steps a rollout: --max-staleness counts pushes of weights, of which "
+            f"there is one a rollout, so a token may be up to {steps} times as many optimizer steps old; for one step "
+            "leave --global-batch-size and --num-steps-per-rollout out"
+        )
+    return found
 
 
 def most_open(config: RunConfig) -> int:

@@ -1,0 +1,178 @@
+"""The fully-async mode as it is: Ray, SGLang and the trainer at work at the same time."""
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli.test_e2e_losses import gated, is_server, kill_in_mid_response
+from engine_gate import Gate
+from relax_data.prompts.saved_groups import SAMPLES_FILE, read_arrays
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    assert tensors, f"no weights in {folder}"
+    return tensors
+
+
+def test_without_staleness_it_equals_colocate(task: Any, relax: Callable[..., Any], tmp_path: Path) -> None:
+    """Greedy, float32: the same prompts, responses, losses and weights after three steps."""
+    runs = {}
+    for mode, words in (("colocate", []), ("async", ["--fully-async", "--max-staleness", "0"])):
+        folder = tmp_path / mode
+        folder.mkdir()
+        # Greedy responses to one prompt are equal, so their advantages are zero: the entropy bonus moves the weights.
+        flags = task.flags(
+            num_rollout=3,
+            rollout_temperature=0,
+            entropy_coef=0.01,
+            rollout_shuffle=True,
+            eval_interval=3,
+            eval_prompt_data=["heldout", task.heldout],
+            save_hf=folder / "hf_{rollout_id}",
+        )
+        run = relax("train", *flags, *words, folder=folder)
+        assert run.finish() == 0, run.output
+        assert run.survivors() == []
+        runs[mode] = run
+    one, two = runs["colocate"].steps(), runs["async"].steps()
+    assert [m["step"] for m in two] == [0, 1, 2]
+    same = ("rollout/reward", "rollout/response_length", "train/loss", "train/entropy", "train/grad_norm")
+    for a, b in zip(one, two, strict=True):
+        assert b["staleness/max"] == 0
+        assert b["histograms"] == a["histograms"]
+        assert [b[name] for name in same] == pytest.approx([a[name] for name in same], abs=1e-6)
+        assert b["train/logprob_diff_max"] < 1e-4
+    for a, b in zip(evals(runs["colocate"]), evals(runs["async"]), strict=True):
+        assert a == b
+    start, last, other = (weights(p) for p in (task.model, tmp_path / "colocate" / "hf_2", tmp_path / "async" / "hf_2"))
+    assert max((last[k] - start[k]).abs().max().item() for k in last) > 1e-4, "training changed the weights"
+    assert max((last[k] - other[k]).abs().max().item() for k in last) <= 1e-6
+
+
+def evals(run: Any) -> list[tuple[int, float]]:
+    return [(m["step"], m["eval/heldout/reward"]) for m in run.metrics() if "eval/heldout/reward" in m]
+
+
+def half_done(checkpoint: Path) -> list[int]:
+    """Tokens of each unfinished sample in a checkpoint."""
+    arrays = read_arrays((checkpoint / SAMPLES_FILE).read_bytes())
+    return [int(n) for n, status in zip(np.diff(arrays["offsets"]), arrays["status"], strict=True) if status == 0]
+
+
+def test_it_is_killed_stopped_and_goes_on_in_the_other_mode(
+    task: Any, relax: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Every prompt of the data is trained once, over a kill -9, a SIGTERM and a change to colocate."""
+    prompts, batch = 40, 2
+    data, checkpoints, folder = tmp_path / "prompts.jsonl", tmp_path / "checkpoints", tmp_path / "run"
+    data.write_text("".join(task.train.read_text().splitlines(keepends=True)[:prompts]))
+    folder.mkdir()
+    common: dict[str, Any] = {
+        "prompt_data": data,
+        "num_rollout": None,
+        "num_epoch": 1,
+        "rollout_batch_size": batch,
+        "rollout_max_response_len": 48,
+        "sglang_server_concurrency": 5,  # groups start one after the other, so that they do not end together
+        "save": checkpoints,
+        "load": checkpoints,
+        "max_staleness": 2,
+    }
+    # The engine of this task ends a response at once when it likes to: only a slow one is interrupted for certain.
+    background = task.flags(
+        **common,
+        fully_async=True,
+        save_interval=1,
+        eval_interval=4,
+        eval_prompt_data=["heldout", task.heldout],
+        over_sampling_batch_size=3 * batch,
+    )
+    killed = relax("train", *background, folder=folder)
+    killed.wait_for(lambda: len(killed.steps()) >= 5, "fifth step")
+    os.kill(killed.process.pid, signal.SIGKILL)
+    killed.process.wait()
+    assert killed.survivors() == [], "processes outlive a killed driver"
+
+    stopped = relax("train", *background, folder=folder)
+    before = len(stopped.steps())
+    stopped.wait_for(lambda: "resumed from rollout" in stopped.output and len(stopped.steps()) >= before + 2, "steps")
+    stopped.process.send_signal(signal.SIGTERM)
+    assert stopped.finish() == 128 + signal.SIGTERM, stopped.output
+    assert stopped.survivors() == []
+    kept = [tokens for saved in checkpoints.glob("rollout_*[0-9]") for tokens in half_done(saved)]
+    assert kept, "groups were open"
+
+    words = task.flags(**common, partial_rollout=True, over_sampling_batch_size=3 * batch)
+    last = relax("train", *words, folder=folder)
+    assert last.finish() == 0, last.output
+    first = re.search(r"resumed from rollout (\d+)", last.output)
+    assert first is not None
+    done = [m["step"] for m in stopped.steps() if m["step"] <= int(first[1])]
+    assert done[-1] == int(first[1]), "the stop saved the last finished step"
+    steps = last.steps()
+    assert [m["step"] for m in steps] == list(range(prompts // batch)), "no step is missing, none is there twice"
+    assert max(m["staleness/max"] for m in steps) <= 2
+    assert any(m["staleness/max"] > 0 for m in steps), "generation went on while steps trained"
+    assert steps[-1]["prompts/trained"] + batch == prompts, "the metrics are of the moment before the last step"
+    for m in steps[: int(first[1])]:
+        shares = [m[f"async/engine_{kind}_share"] for kind in ("busy", "idle", "paused")]
+        assert sum(shares) == pytest.approx(1.0)
+        assert 0 <= m["async/trainer_idle_share"] <= 1
+    assert last.survivors() == []
+
+
+def test_its_only_engine_is_killed_and_comes_back(task: Any, relax: Callable[..., Any], tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    run = gated(
+        relax,
+        gate,
+        *task.flags(
+            fully_async=True,
+            num_rollout=6,
+            rollout_max_response_len=60,
+            rollout_temperature=0,
+            entropy_coef=0.01,
+            max_tokens_per_gpu=2048,
+        ),
+    )
+    run.wait_for(lambda: len(run.steps()) >= 1, "first step")
+    kill_in_mid_response(run, gate, is_server)
+    assert run.finish() == 0, run.output
+    assert "restarting it, 1 of 3" in run.output
+    assert "engine0 joined with the weights of version" in run.output
+    steps = run.steps()
+    assert [m["step"] for m in steps] == list(range(6))
+    assert max(m["staleness/max"] for m in steps) <= 1
+    assert steps[-1]["engines/restarts"] == 1
+    # On-policy samples show that the engine that came back has the trainer's weights, not those it starts with.
+    exact = [m for m in steps if m["train/off_policy_token_share"] == 0]
+    assert all(m["train/logprob_diff_max"] < 1e-4 for m in exact)
+    assert run.survivors() == []
+
+
+def test_the_example_learns_as_it_is_shipped(relax: Callable[..., Any], tmp_path: Path) -> None:
+    """A short form of it; the whole one takes some minutes."""
+    example = Path(__file__).resolve().parents[2] / "examples" / "arithmetic" / "async.toml"
+    words = ["--num-rollout", "12", "--eval-interval", "6", "--tb-experiment-name", "run", "--weight-sync", "disk"]
+    run = relax("train", "--fully-async", "--config", str(example), *words)
+    assert run.finish() == 0, run.output
+    steps = run.steps()
+    assert len(steps) == 12
+    assert [step for step, _ in evals(run)] == [0, 6, 12]
+    assert evals(run)[-1][1] > evals(run)[0][1]
+    assert max(m["staleness/max"] for m in steps) == 1, "at most --max-staleness, and no less: it is used"
+    assert "trainer waits" in run.output
+    assert run.survivors() == []
+    assert list((run.folder / "runs" / "run" / "weights").iterdir()) == [], "files of a push are gone after it"

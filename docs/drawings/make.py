@@ -168,15 +168,13 @@ def colocate() -> Drawing:
 
 
 def fully_async() -> Drawing:
-    """The design of the fully-async mode."""
-    d = Drawing(1000, 560, "The fully-async mode as designed; not in this version")
-    d.text(
-        (24, 32), "PLANNED: options are checked and --dry-run plans it; a start is refused today", bold=True, color=RED
-    )
+    """One step of the fully-async mode."""
+    d = Drawing(1000, 560, "One step of the fully-async mode")
+    d.text((24, 32), "Step t: engines generate for later steps while the ranks train", bold=True)
     lanes = [("driver", "one process", 50, 70), ("rollout worker", "runs all the time", 120, 92)]
     lanes += [
         ("engines", "on GPUs of their own", 212, 92),
-        ("TransferQueue", "rows", 304, 56),
+        ("rows", "in rollout worker", 304, 56),
         ("trainer ranks", "other GPUs", 360, 92),
     ]
     _lanes(d, lanes, 20)
@@ -189,17 +187,16 @@ def fully_async() -> Drawing:
         (810, 90, ("end_push", "")),
         (910, 70, ("t+1 ...", "")),
     ):
-        d.box((x, 64), (w, 44), tuple(p for p in words if p), fill=SAND, dashed=True)
+        d.box((x, 64), (w, 44), tuple(p for p in words if p), fill=SAND)
     d.box(
         (170, 134),
         (380, 64),
         (
             "producer: start groups as long as the gate allows",
-            "generate, reward, filter; whole groups -> rows",
+            "generate, reward, filter; whole groups are kept",
             "no sample becomes older than --max-staleness",
         ),
         fill=BLUE,
-        dashed=True,
     )
     d.box(
         (560, 134),
@@ -210,35 +207,32 @@ def fully_async() -> Drawing:
             "a checkpoint is taken here: all is at rest",
         ),
         fill=BLUE,
-        dashed=True,
     )
-    d.box((910, 134), (70, 64), ("...",), fill=BLUE, dashed=True)
-    d.box((170, 226), (380, 64), ("generate with version t", "while the ranks train step t"), fill=BLUE, dashed=True)
+    d.box((910, 134), (70, 64), ("...",), fill=BLUE)
+    d.box((170, 226), (380, 64), ("generate with version t", "while the ranks train step t"), fill=BLUE)
     d.box(
         (560, 226),
         (340, 64),
         ("paused, load t+1", "one process group for each engine: NCCL or gloo", "a dead engine blocks no other"),
         fill=BLUE,
-        dashed=True,
     )
-    d.box((910, 226), (70, 64), ("version", "t+1"), fill=BLUE, dashed=True)
-    d.box((170, 314), (730, 36), ("rows by id: put when whole, cleared when settled",), fill=GREY, dashed=True)
+    d.box((910, 226), (70, 64), ("version", "t+1"), fill=BLUE)
+    d.box((170, 314), (730, 36), ("rows of step t: there from next_step to settle",), fill=GREY)
     d.box(
         (320, 376),
         (230, 64),
         ("fetch own rows, train", "log-probs, advantages,", "gradient, optimizer step"),
         fill=GREEN,
-        dashed=True,
     )
-    d.box((680, 376), (120, 64), ("buckets", "to the engines"), fill=GREEN, dashed=True)
-    d.line([(240, 198), (240, 312)], dashed=True)
-    d.line([(430, 350), (430, 374)], dashed=True)
-    d.line([(740, 376), (740, 292)], dashed=True)
-    d.text((170, 476), "Who would wait for whom, and how long at most", bold=True)
+    d.box((680, 376), (120, 64), ("buckets", "to the engines"), fill=GREEN)
+    d.line([(240, 198), (240, 312)])
+    d.line([(430, 350), (430, 374)])
+    d.line([(740, 376), (740, 292)])
+    d.text((170, 476), "Who waits for whom, and how long at most", bold=True)
     waits = (
         "producer: the gate (a push, a closed step, a dropped prompt).  driver in next_step: a finished group, 5400 s",
-        "trainer ranks: their rows, 60 s.  begin_push: an evaluation that runs; requests that end, 60 s",
-        "a rank that feeds an engine: broadcast and answer, 600 s.  held samples: end_push, 600 s",
+        "trainer ranks: their rows, 120 s.  begin_push: an evaluation that runs; requests that end, 60 s",
+        "a rank that feeds an engine: broadcast and answer, 600 s.  held samples: end_push",
     )
     for i, words in enumerate(waits):
         d.text((170, 498 + i * 19), words, size=12)

@@ -67,7 +67,9 @@ class DataSettings(Settings):
         ge=0,
         le=LARGEST_COUNT,
     )
-    num_data_storage_units: int = option(1, "Storage units of TransferQueue (--fully-async).", ge=1, le=LARGEST_COUNT)
+    num_data_storage_units: int = option(
+        1, "Storage units of TransferQueue (--fully-async); not used by this version.", ge=1, le=LARGEST_COUNT
+    )
 
     def _problems(self, given: frozenset[str]) -> list[str]:
         found = []

@@ -24,7 +24,7 @@ async def test_metrics_of_each_evaluation(make_engine: Make, make_source: Make, 
     # Of four samples to a prompt, as many are correct as the row says: 0, 1, 2.
     path = hooks("rows", "def f(s):\n    return float(s.index < s.prompt.metadata['row'])\n")
     prompts = make_source(3).next(3)
-    engine = make_engine()
+    engine = make_engine(version=7)
     metrics = await evaluate(
         [engine],
         {"three": prompts, "last": prompts[2:]},

@@ -57,6 +57,7 @@ async def evaluate(  # noqa: PLR0913  # the parts of a rollout, by name
             scored; the message names the row.
         EngineDied: no engine is left, or one died that nobody restarts.
         TimeoutError: nothing moves any more.
+        RuntimeError: a token is of another version.
     """
     timer = PhaseTimer()
     router = EngineRouter(engines, concurrency, timer)
@@ -91,6 +92,12 @@ async def evaluate(  # noqa: PLR0913  # the parts of a rollout, by name
     except BaseException:
         await running.cancel()
         raise
+    found = {v for g in every for s in g.samples for v in s.versions}
+    if found - {version}:
+        raise RuntimeError(
+            f"the evaluation of version {version} has tokens of the versions {sorted(found)}: weights were pushed "
+            "while it ran"
+        )
     metrics = {"time/eval": timer.elapsed_s}
     for name, of_name in groups.items():
         metrics |= _metrics(name, of_name, settings.n_samples_per_eval_prompt)

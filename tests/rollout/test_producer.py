@@ -72,6 +72,7 @@ def pipeline(
     staleness: int,
     engines: int = 1,
     filter: Any = None,
+    end: int | None = None,
     **options: Any,
 ) -> Pipeline:
     settings = RolloutSettings(**({"n_samples_per_prompt": 1, "partial_rollout": True} | options))
@@ -87,7 +88,7 @@ def pipeline(
         max_staleness=staleness,
         max_rejected=10**6,
     )
-    return Pipeline(loop, all_engines, pool, Producer(loop, pool))
+    return Pipeline(loop, all_engines, pool, Producer(loop, pool, end=end))
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
@@ -266,6 +267,34 @@ def test_an_error_reaches_who_waits_and_leaves_nothing_running(make_source: Make
             await run.producer.begin_push()
         assert run.engines[0].running == 0
         assert len(run.loop.ledger.waiting) == 4
+        await run.producer.stop()
+
+    run_virtual(run())
+
+
+def test_nothing_is_generated_for_steps_that_never_come(make_source: Make, tokenizer: Any) -> None:
+    async def run() -> None:
+        run = pipeline(
+            make_source(),
+            tokenizer,
+            lambda request: 20 + 80 * (len(request.input_ids) % 2),
+            rate=100.0,
+            staleness=2,
+            filter=lambda group: group.prompt.prompt_id % 5 != 0,
+            end=5,
+            rollout_batch_size=2,
+            over_sampling_batch_size=6,
+            rollout_max_response_len=100,
+        )
+        await run.push(0, 0.0)
+        for step in range(5):
+            assert len(await run.step(step, 1.0, 0.1)) == 2
+        await asyncio.sleep(100)
+        assert run.engines[0].running == 0
+        assert not run.loop.ledger.groups()
+        counts = run.loop.ledger.counts()
+        assert (counts["trained"], run.loop.ledger.handed_out) == (10, 10 + counts["dropped"])
+        assert counts["dropped"] > 0
         await run.producer.stop()
 
     run_virtual(run())

@@ -104,7 +104,8 @@ class RolloutActor:
             from relax_rollout.loop.producer import Producer
 
             concurrency = self._config.sglang.sglang_server_concurrency
-            self._producer = Producer(self._loop, self._engines, concurrency=concurrency)
+            end = self._config.run.num_rollout
+            self._producer = Producer(self._loop, self._engines, concurrency=concurrency, end=end)
 
     def _build_profiler(self, urls: list[str]) -> "RolloutProfiler | None":
         settings = self._config.sglang_profile
@@ -340,5 +341,6 @@ class RolloutActor:
         """Ends what runs, and closes the reward and the connections to the engines."""
         if self._producer is not None:
             await self._producer.stop()
+            await self._window.aclose()
         await self._reward.close()
         await self._engines.close()

@@ -81,6 +81,8 @@ class RolloutContext:
         self.step = version
         """The training step that is closed next, as a version: its weights have this one. Behind ``version``, or one
         more while a step trains and its weights have not reached the engines."""
+        self.end: int | None = None
+        """The first step that will not be trained, when it is known: no group is started for it."""
         self.settings = settings
         self.ledger = ledger
         self.runner = runner
@@ -210,6 +212,8 @@ class RolloutContext:
         most = self.settings.submitted_prompts
         if self.settings.partial_rollout or self._continuous:  # else what is not whole starts again, and has no age
             most = self.bound.most_open(version=self.version, step=self.step)
+        if self.end is not None:
+            most = min(most, self.settings.rollout_batch_size * max(0, self.end - self.step))
         return interrupted + (0 if full else max(0, most - len(self._opened())))
 
     def chosen(self) -> list[SampleGroup]:

@@ -32,15 +32,16 @@ PROTECTED_POLL_S = 0.05
 class Producer:
     """The groups of a run in the fully-async mode. One object for one event loop; one caller at a time."""
 
-    def __init__(self, loop: RolloutLoop, pool: EnginePool, *, concurrency: int = 512) -> None:
+    def __init__(self, loop: RolloutLoop, pool: EnginePool, *, concurrency: int = 512, end: int | None = None) -> None:
         """Starts nothing yet: the first :meth:`end_push` does.
 
         Args:
             loop: the parts of a rollout, and the ledger; nobody else generates with it.
             pool: the engines.
             concurrency: most requests at the same time for each engine.
+            end: the first step that will not be trained, when it is known: nothing is generated for it.
         """
-        self._loop, self._pool = loop, pool
+        self._loop, self._pool, self._end = loop, pool, end
         self._timer = PhaseTimer()
         self._router = EngineRouter(pool, concurrency, self._timer)
         self._rollout: RolloutContext | None = None
@@ -58,6 +59,7 @@ class Producer:
 
     def _start(self, version: WeightVersion) -> None:
         self._rollout = self._loop.open(version, version, self._router, self._timer, continuous=True)
+        self._rollout.end = self._end
         self._loop.restart_unusable(self._rollout)
         self._running = self._rollout.running()
         self._timer.lap()

@@ -16,7 +16,7 @@ from relax_cli.run.tracking import Tracker, Trackers
 from relax_cli.workers.rollout import RolloutOutput
 from relax_data.types import StepManifest, TrainBatch
 from relax_rollout.engines.pool import EngineReport, EngineState
-from relax_rollout.weight_sync.base import PushReport
+from relax_rollout.weight_sync.base import PushReport, WeightPushFailed
 from relax_train.settings import CheckpointSettings, ModelSettings, TrainSettings
 from rich.console import Console
 
@@ -71,9 +71,13 @@ class AsyncTrainers(order.RecordingTrainers):
     """Ranks whose push does not reach some engines."""
 
     unreached: tuple[str, ...] = ()
+    failures = 0
 
     def push_weights(self, version: int, engines: Any = None) -> PushReport:
         self._book.note("push_weights", version)
+        if self.failures:
+            self.failures -= 1
+            raise WeightPushFailed(f"weights of version {version} did not reach any engine")
         self._book.served = version
         failed = {name: "it said no" for name in self.unreached if name in engines}
         return PushReport(1, 1, 10**9, failed=failed, seconds={"send": 0.5})
@@ -178,6 +182,19 @@ def test_an_engine_that_a_push_did_not_reach_is_left_behind() -> None:
     assert workers.calls[:4] == ["begin_push", "push_weights 0", "exclude_engine engine0", "weight_versions"]
     assert "engine0 was lost (it did not take the weights of version 0: it said no): restarting it, 1 of 3" in text
     assert "its requests go on at engine1" in text
+
+
+def test_a_push_that_reached_nobody_is_repeated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relax_cli.controllers.engine_recovery.DYING_S", 0.0)
+    workers = AsyncWorkers()
+    workers.pushes.failures = 1
+    _, text = run(workers, num_rollout=1)
+    assert workers.calls[:4] == ["begin_push", "push_weights 0", "push_weights 0", "weight_versions"]
+    assert "the push of version 0 is repeated, to engine0, engine1" in text
+    workers = AsyncWorkers()
+    workers.pushes.failures = 2
+    with pytest.raises(WeightPushFailed, match="version 0 did not reach any engine"):
+        run(workers, num_rollout=1)
 
 
 def test_the_metrics_say_who_waited_for_whom() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cli.test_e2e_loop import documented_metrics
 from cli.test_e2e_losses import gated, is_server, kill_in_mid_response
 from engine_gate import Gate
 from relax_data.prompts.saved_groups import SAMPLES_FILE, read_arrays
@@ -174,5 +175,6 @@ def test_the_example_learns_as_it_is_shipped(relax: Callable[..., Any], tmp_path
     assert evals(run)[-1][1] > evals(run)[0][1]
     assert max(m["staleness/max"] for m in steps) == 1, "at most --max-staleness, and no less: it is used"
     assert "trainer waits" in run.output
+    assert {name for m in run.metrics() for name in m} <= documented_metrics() | {"step", "time", "histograms"}
     assert run.survivors() == []
     assert list((run.folder / "runs" / "run" / "weights").iterdir()) == [], "files of a push are gone after it"

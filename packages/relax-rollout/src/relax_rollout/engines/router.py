@@ -13,7 +13,7 @@ from relax_rollout.timer import PhaseTimer
 
 QUIET_ABORT_S = 3.0
 """Seconds that the clean-up after an error may spend on telling the engines."""
-LAND_RETRY_S = 0.25
+LAND_RETRY_S = 0.1
 """Seconds between two aborts of all requests for a push: one that reaches its engine late misses the first."""
 LAND_DEADLINE_S = 60.0
 LOOK_EVERY_S = 5.0

@@ -100,6 +100,7 @@ class RolloutContext:
         self._make_running = make_running
         self._progress = progress
         self._rejected: Counter[str] = Counter()
+        self._last_rejected = ""
         self._in_hand: set[int] = set()  # of the buffered prompts, those that this rollout took or kept
 
     def running(self) -> InflightGroups:
@@ -160,6 +161,7 @@ class RolloutContext:
         self.ledger.drop([group.prompt.prompt_id], reason)
         self.dropped.append(DroppedPrompt(prompt_id=group.prompt.prompt_id, source=group.prompt.source, reason=reason))
         self._rejected[reason] += 1
+        self._last_rejected = group.prompt.source
 
     def forget(self, prompt_ids: Iterable[int]) -> None:
         """Takes note that these groups belong to a training step now."""
@@ -182,7 +184,7 @@ class RolloutContext:
             reasons = ", ".join(f"{r}: {n}" for r, n in self._rejected.most_common(5))
             raise ValueError(
                 f"rollout {self.rollout_id}: {self._rejected.total()} prompts in a row were dropped ({reasons}), last "
-                f"{self.dropped[-1].source}; check --dynamic-sampling-filter-path, the reward, and whether the model "
+                f"{self._last_rejected}; check --dynamic-sampling-filter-path, the reward, and whether the model "
                 "sometimes solves such prompts"
             )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_data.weights import Bucket
-from relax_rollout.engines.base import EngineAddress, GenerateRequest, SamplingParams
+from relax_rollout.engines.base import GenerateRequest, SamplingParams
 from relax_rollout.engines.sglang.client import SGLangEngine
 from relax_rollout.engines.sglang.server import SGLangServer
 from relax_rollout.engines.sglang.settings import SGLangSettings
@@ -43,15 +43,16 @@ async def generation(engine: SGLangEngine, batch: int, new_tokens: int) -> float
     return sum(len(r.tokens) for r in results) / (time.perf_counter() - begin)
 
 
-async def measure(engine: SGLangEngine, model: Any, device: str, batches: list[int], new_tokens: int) -> None:
+async def measure(
+    server: SGLangServer, engine: SGLangEngine, model: Any, device: str, batches: list[int], new_tokens: int
+) -> None:
     for batch in batches:
         await generation(engine, batch, 8)
         rates = [await generation(engine, batch, new_tokens) for _ in range(3)]
         print(
             f"batch {batch:4d}: {statistics.median(rates):8.0f} tokens/s (of 3: {min(rates):.0f} to {max(rates):.0f})"
         )
-    address = EngineAddress(engine.name, engine.url)
-    transport = make_transport([address], rank=0, world_size=1, device=device, gpus_per_engine=1)
+    transport = make_transport([server.address], rank=0, world_size=1, device=device, gpus_per_engine=1)
     times = []
     for version in range(1, REPEATS + 1):
         begin = time.perf_counter()
@@ -89,8 +90,8 @@ def main() -> None:
     try:
         print(f"healthy after {time.perf_counter() - begin:.0f} s; log in {log}")
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device)
-        engine = SGLangEngine(server.url, name="engine0", log_path=log, alive=server.alive)
-        asyncio.run(measure(engine, model, options.device, options.batches, options.new_tokens))
+        engine = SGLangEngine(server.url, name="engine0", key=server.key, log_path=log, alive=server.alive)
+        asyncio.run(measure(server, engine, model, options.device, options.batches, options.new_tokens))
     finally:
         server.stop()
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from relax_data.weights import Bucket
-from relax_rollout.engines.base import EngineAddress
 from relax_rollout.engines.sglang.server import SGLangServer
 from relax_rollout.engines.sglang.settings import SGLangSettings
 from relax_rollout.weight_sync.transports import make_transport
@@ -53,7 +52,7 @@ def buckets(model: Any, limit: int) -> Iterator[Bucket]:
 
 
 def measure(server: SGLangServer, model: Any, options: argparse.Namespace, folder: Path) -> None:
-    address, version = EngineAddress("engine0", server.url, str(server.log_path)), 0
+    address, version = server.address, 0
     transports = {
         name: make_transport([address], rank=0, world_size=1, device="cpu", gpus_per_engine=1, name=name, folder=folder)
         for name in WAYS

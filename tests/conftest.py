@@ -8,11 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
-from engine_gate import Gate
+from engine_gate import KEY, Gate
 from leftovers import Leftovers
+
+if TYPE_CHECKING:
+    from relax_rollout.engines.base import EngineAddress
 
 # Before torch, ray or megatron are imported anywhere: one thread a process on small machines, no hub look-ups, no
 # compilation of megatron's helpers on CPU, and no uv inside Ray's workers.
@@ -107,6 +111,7 @@ class RunningServer:
     """A real SGLang server: where it listens, the model it started with, its log, its process, and what holds it."""
 
     url: str
+    address: "EngineAddress"
     model_path: Path
     log_path: Path
     pid: int
@@ -131,10 +136,11 @@ def sglang_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
         log_path=log_path,
         device="cpu",
         dtype="float32",
+        key=KEY,
     )
     with gate.importable():
         server.start(deadline_s=580)
     try:
-        yield RunningServer(server.url, tiny_model, log_path, server.pid, gate)
+        yield RunningServer(server.url, server.address, tiny_model, log_path, server.pid, gate)
     finally:
         server.stop()

@@ -18,6 +18,8 @@ from typing import Any
 
 PASS_S = 0.2
 """One token of each running request takes this long while the gate is closed: 1500 tokens take five minutes."""
+KEY = "key-of-the-tests"
+"""Of the servers that tests start themselves."""
 DEADLINE_S = 240.0
 """Seconds after which a request that is still not running at the server is a failure."""
 
@@ -110,12 +112,12 @@ class Gate:
             await asyncio.sleep(0.002)
 
 
-async def underway(url: str, requests: int) -> None:
+async def underway(url: str, requests: int, key: str = KEY) -> None:
     """Waits until so many requests or more run at the server, each of which has a token at least."""
     import httpx
 
     end, running = time.monotonic() + DEADLINE_S, 0
-    async with httpx.AsyncClient(trust_env=False, timeout=300) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=300, headers={"authorization": f"Bearer {key}"}) as http:
         while running < requests:
             assert time.monotonic() < end, f"{running} of {requests} requests run at {url} after {DEADLINE_S:.0f} s"
             await asyncio.sleep(0.02)

@@ -123,7 +123,7 @@ class Run:
 
     def find_server(self) -> psutil.Process:
         """SGLang's server; unlike its supervisor's, its words begin with its module."""
-        return self.find(lambda p: p.cmdline()[1:3] == ["-m", "sglang.launch_server"])
+        return self.find(lambda p: p.cmdline()[1:3] == ["-m", "relax_rollout.engines.sglang.process.launch"])
 
     def find_actor(self, name: str) -> psutil.Process:
         """The process of a Ray actor of this class."""

@@ -71,17 +71,22 @@ class Run:
         """The process of the SGLang server itself."""
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if process.cmdline()[1:3] == ["-m", "sglang.launch_server"] and process.pid != besides:
+                if (
+                    process.cmdline()[1:3] == ["-m", "relax_rollout.engines.sglang.process.launch"]
+                    and process.pid != besides
+                ):
                     return process
         return None
 
     def generates(self, besides: int = 0) -> bool:
         """Whether requests run at the server."""
-        with contextlib.suppress(psutil.Error, httpx.HTTPError, KeyError, IndexError):
+        with contextlib.suppress(psutil.Error, httpx.HTTPError, OSError, KeyError, IndexError):
             if (server := self.server(besides)) is not None:
                 command = server.cmdline()
                 url = f"http://127.0.0.1:{command[command.index('--port') + 1]}/v1/loads"
-                loads = httpx.get(url, trust_env=False, timeout=5).json()["loads"]
+                key = (self.folder / "runs" / "run" / "engine_key").read_text().strip()
+                headers = {"authorization": f"Bearer {key}"}
+                loads = httpx.get(url, headers=headers, trust_env=False, timeout=5).json()["loads"]
                 return bool(loads[0]["num_running_reqs"] > 0)
         return False
 

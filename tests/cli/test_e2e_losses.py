@@ -20,7 +20,8 @@ def kill_in_mid_response(run: Any, gate: Gate, find: Callable[[], psutil.Process
     """Kills -9 a process while requests run at the engine."""
     gate.close()
     words = run.find_server().cmdline()
-    asyncio.run(underway(f"http://127.0.0.1:{words[words.index('--port') + 1]}", 1))
+    key = (run.folder / "runs" / "run" / "engine_key").read_text().strip()
+    asyncio.run(underway(f"http://127.0.0.1:{words[words.index('--port') + 1]}", 1, key))
     find().kill()
     gate.open()
 

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from engine_gate import KEY
 from relax_cli.checks.lengths import ENGINE_MARGIN
 from relax_rollout.engines.base import GenerateRequest, GenerateResult, SamplingParams
 from relax_rollout.engines.sglang.client import SGLangEngine
@@ -15,7 +16,7 @@ CONTEXT = 2048  # positions of the model, so the server's context length
 
 def generate(url: str, prompt: int, new: int) -> GenerateResult:
     async def ask() -> GenerateResult:
-        engine = SGLangEngine(url, name="engine0")
+        engine = SGLangEngine(url, name="engine0", key=KEY)
         sampling = SamplingParams(max_new_tokens=new, temperature=1.0, ignore_eos=True)
         try:
             return await engine.generate(GenerateRequest(rid="r", input_ids=[5] * prompt, sampling=sampling))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_gate import KEY
 from relax_profiling.analysis.stages import engine_stages
 from relax_profiling.recorders.sglang import Deadlines, RolloutProfiler
 from relax_profiling.report.find_files import describe
@@ -22,7 +23,10 @@ _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def generate(url: str, tokens: int) -> None:
     body = {"input_ids": [2, 5, 6, 7], "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
     request = urllib.request.Request(
-        url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+        url + "/generate",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+        method="POST",
     )
     with _NO_PROXY.open(request, timeout=300) as answer:
         assert len(json.loads(answer.read())["output_ids"]) == tokens
@@ -41,7 +45,7 @@ def url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
     log = tmp_path_factory.mktemp("profiled") / "engine1.log"
     server = SGLangServer(
-        SGLangSettings(), model_path=tiny_model, name="engine1", log_path=log, device="cpu", dtype="float32"
+        SGLangSettings(), model_path=tiny_model, name="engine1", log_path=log, device="cpu", dtype="float32", key=KEY
     )
     server.start(deadline_s=400)
     try:
@@ -59,7 +63,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_three_steps_of_a_rollout_end_by_themselves(sglang_server: Any, tmp_path: Path) -> None:
-    profiler = RolloutProfiler(settings(sglang_profile_steps=(2,)), [sglang_server.url], tmp_path)
+    profiler = RolloutProfiler(settings(sglang_profile_steps=(2,)), [sglang_server.url], tmp_path, api_key=KEY)
     with profiler.rollout(2) as rollout:
         generate(sglang_server.url, 12)
     (traces,) = rollout.traces
@@ -77,7 +81,7 @@ def test_three_steps_of_a_rollout_end_by_themselves(sglang_server: Any, tmp_path
 
 
 def test_a_whole_rollout_and_a_rollout_without_a_forward(url: str, tmp_path: Path) -> None:
-    profiler = RolloutProfiler(settings(sglang_profile_num_steps=-1), [url], tmp_path)
+    profiler = RolloutProfiler(settings(sglang_profile_num_steps=-1), [url], tmp_path, api_key=KEY)
     with profiler.rollout(0) as whole:
         generate(url, 12)
     assert sum(s.steps for s in engine_stages(load_trace(whole.traces[0].files[0]))) >= 12
@@ -88,7 +92,9 @@ def test_a_whole_rollout_and_a_rollout_without_a_forward(url: str, tmp_path: Pat
 
 
 def test_fewer_forwards_than_asked_for_do_not_reach_into_the_next_rollout(url: str, tmp_path: Path) -> None:
-    profiler = RolloutProfiler(settings(sglang_profile_steps=(0, 2), sglang_profile_num_steps=500), [url], tmp_path)
+    profiler = RolloutProfiler(
+        settings(sglang_profile_steps=(0, 2), sglang_profile_num_steps=500), [url], tmp_path, api_key=KEY
+    )
     with profiler.rollout(0) as first:
         generate(url, 4)
     assert len(first.traces[0].files) == 1
@@ -128,7 +134,11 @@ async def test_two_engines_at_once_and_a_dead_one_between_them(
 ) -> None:
     urls = [sglang_server.url, "http://127.0.0.1:9", url]
     profiler = RolloutProfiler(
-        SGLangProfileSettings(sglang_profile=True), urls, tmp_path, deadlines=Deadlines(start=30, stop=60, files=20)
+        SGLangProfileSettings(sglang_profile=True),
+        urls,
+        tmp_path,
+        api_key=KEY,
+        deadlines=Deadlines(start=30, stop=60, files=20),
     )
     async with profiler.rollout(4) as rollout:
         workers = [threading.Thread(target=generate, args=(address, 8)) for address in (urls[0], urls[2])]
@@ -145,7 +155,7 @@ async def test_two_engines_at_once_and_a_dead_one_between_them(
 
 
 def test_a_failing_rollout_stops_its_engines_and_surfaces_its_own_error(url: str, tmp_path: Path) -> None:
-    profiler = RolloutProfiler(settings(sglang_profile_num_steps=-1), [url], tmp_path)
+    profiler = RolloutProfiler(settings(sglang_profile_num_steps=-1), [url], tmp_path, api_key=KEY)
     with pytest.raises(KeyError, match="the first error"), profiler.rollout(0):
         raise KeyError("the first error")
     (path,) = tmp_path.rglob("*.json.gz")

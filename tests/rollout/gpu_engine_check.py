@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from relax_data.weights import Bucket
-from relax_rollout.engines.base import EngineAddress, GenerateRequest, SamplingParams, updating
+from relax_rollout.engines.base import GenerateRequest, SamplingParams, updating
 from relax_rollout.engines.sglang import gpu
 from relax_rollout.engines.sglang.client import SGLangEngine
 from relax_rollout.engines.sglang.server import SGLangServer
@@ -80,8 +80,8 @@ async def push_to_ranks(engine: SGLangEngine, model: Any, version: int, tp: int)
 
 
 class Check:
-    def __init__(self, engine: SGLangEngine, model: Any, tp: int) -> None:
-        self.engine, self.model, self.tp, self.failed = engine, model, tp, False
+    def __init__(self, server: SGLangServer, engine: SGLangEngine, model: Any, tp: int) -> None:
+        self.address, self.engine, self.model, self.tp, self.failed = server.address, engine, model, tp, False
         self.before: Any = None
         """The model before it was last disturbed."""
 
@@ -134,8 +134,7 @@ class Check:
     async def push(self, version: int) -> float:
         begin = time.perf_counter()
         if self.tp == 1:
-            address = EngineAddress(self.engine.name, self.engine.url)
-            transport = make_transport([address], rank=0, world_size=1, device="cuda", gpus_per_engine=1)
+            transport = make_transport([self.address], rank=0, world_size=1, device="cuda", gpus_per_engine=1)
             # It is called by the trainer, which has no event loop.
             await asyncio.to_thread(transport.push, buckets(self.model), version)
         else:
@@ -210,8 +209,8 @@ def main() -> int:
 
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         model = model.to("cuda").eval()
-        engine = SGLangEngine(server.url, name="engine0", log_path=server.log_path, alive=server.alive)
-        check = Check(engine, model, options.tp)
+        engine = SGLangEngine(server.url, name="engine0", key=server.key, log_path=server.log_path, alive=server.alive)
+        check = Check(server, engine, model, options.tp)
         asyncio.run(check.run())
     finally:
         begin = time.perf_counter()

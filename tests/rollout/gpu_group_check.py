@@ -27,7 +27,6 @@ import psutil  # noqa: E402  # after what NCCL reads
 import torch  # noqa: E402
 from gpu_engine_check import Check, buckets  # type: ignore[import-not-found] # noqa: E402
 from relax_data.weights import Bucket  # noqa: E402
-from relax_rollout.engines.base import EngineAddress  # noqa: E402
 from relax_rollout.engines.sglang.client import SGLangEngine  # noqa: E402
 from relax_rollout.engines.sglang.server import SGLangServer  # noqa: E402
 from relax_rollout.engines.sglang.settings import SGLangSettings  # noqa: E402
@@ -119,7 +118,7 @@ class GroupCheck:
         self.rows: list[str] = []
 
     def transport(self, deadline_s: float = 120.0) -> GroupTransport:
-        address = EngineAddress("engine0", self.server.url, str(self.server.log_path))
+        address = self.server.address
         setup = TransportSetup(
             engines=(address,), rank=0, world_size=1, gpus_per_engine=1, connect=SGLangEngine.at, device="cuda"
         )
@@ -248,7 +247,7 @@ def main() -> int:
         model = model.to("cuda:0").eval()
         for gpu in range(torch.cuda.device_count()):
             torch.ones(1, device=f"cuda:{gpu}")  # this process's own share of each GPU, before anything is measured
-        engine = SGLangEngine(server.url, name="engine0", log_path=server.log_path, alive=server.alive)
+        engine = SGLangEngine(server.url, name="engine0", key=server.key, log_path=server.log_path, alive=server.alive)
         check = Check(engine, model, options.tp)
         groups = GroupCheck(server, check)
 

@@ -130,7 +130,7 @@ SERVING = """
     enable-custom-logit-processor enable-dynamic-batch-tokenizer enable-return-hidden-states
     enable-return-indexer-topk enable-return-routed-experts enable-streaming-session
     enable-tokenizer-batch-encode fastapi-root-path file-storage-path mooncake-ib-device reasoning-parser
-    return-hidden-states-mode served-model-name skip-server-warmup stream-response-default-include-usage
+    return-hidden-states-mode served-model-name stream-response-default-include-usage
     tokenizer-mode tool-call-parser tool-server trust-remote-code warmups
 """
 

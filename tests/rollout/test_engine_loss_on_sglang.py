@@ -10,9 +10,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from engine_gate import Gate, underway
+from engine_gate import KEY, Gate, underway
 from relax_data.weights import Bucket
-from relax_rollout.engines.base import EngineAddress
 from relax_rollout.engines.pool import EnginePool, EngineState
 from relax_rollout.engines.sglang.client import SGLangEngine
 from relax_rollout.engines.sglang.server import SGLangServer
@@ -26,7 +25,9 @@ SILENCE_S = 12.0
 
 
 def client(server: Any, name: str, alive: Callable[[], bool] | None = None) -> SGLangEngine:
-    return SGLangEngine(server.url, name=name, log_path=server.log_path, silence_deadline_s=SILENCE_S, alive=alive)
+    return SGLangEngine(
+        server.url, name=name, key=KEY, log_path=server.log_path, silence_deadline_s=SILENCE_S, alive=alive
+    )
 
 
 async def lose_in_mid_rollout(
@@ -59,7 +60,7 @@ async def test_one_of_two_servers_is_killed_comes_back_and_is_stopped(
     log, gate = tmp_path / "engine1.log", Gate(tmp_path)
     settings = SGLangSettings(sglang_extra=gate.options())
     one = SGLangServer(
-        settings, model_path=tiny_model, name="engine1", log_path=log, device="cpu", dtype="float32", seed=1
+        settings, model_path=tiny_model, name="engine1", log_path=log, device="cpu", dtype="float32", seed=1, key=KEY
     )
     pool = EnginePool([client(sglang_server, "engine0")])
     version = await pool.serving[0].weight_version()
@@ -87,8 +88,7 @@ async def test_one_of_two_servers_is_killed_comes_back_and_is_stopped(
             await asyncio.to_thread(one.start, deadline_s=400)
             await (pool.replace(client(one, "engine1"))).close()
             # What the trainer does when an engine has come back: the current weights to it alone.
-            address = EngineAddress("engine1", one.url, str(log))
-            transport = make_transport([address], rank=0, world_size=1, device="cpu", gpus_per_engine=1)
+            transport = make_transport([one.address], rank=0, world_size=1, device="cpu", gpus_per_engine=1)
             buckets = [Bucket.of([(name, tensor)]) for name, tensor in weights(tiny).items()]
             await asyncio.to_thread(transport.push, buckets, version, ["engine1"])
             pool.include("engine1")

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from relax_rollout.engines.sglang import process_supervisor
-from relax_rollout.engines.sglang.server import SUPERVISOR
+from relax_rollout.engines.sglang.process import SUPERVISOR, supervisor
 
 # A tree like that of a server: a child, a grandchild in its own session whose parent has ended (a daemon), a file and
 # a semaphore in /dev/shm, and a temporary file.
@@ -164,7 +163,7 @@ def test_kill_9_of_the_supervisor_takes_the_command_along(
 def test_shared_memory_is_known_after_the_death_of_those_who_used_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_supervisor, "SHM", str(tmp_path))
+    monkeypatch.setattr(supervisor, "SHM", str(tmp_path))
     long_ago = 1_000_000_000
     looks = 0
 
@@ -173,7 +172,7 @@ def test_shared_memory_is_known_after_the_death_of_those_who_used_it(
         looks += 1
         return [os.getpid()]
 
-    seen = process_supervisor.SharedMemory()
+    seen = supervisor.SharedMemory()
     file = tmp_path / "segment"
     file.write_bytes(b"x" * 4096)
     seen.look(pids)

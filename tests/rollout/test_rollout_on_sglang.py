@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_gate import KEY
 from relax_rollout.engines.sglang.client import SGLangEngine
 from relax_rollout.loop.rollout_loop import RolloutLoop
 from relax_rollout.rewards import build_reward
@@ -13,7 +14,7 @@ from relax_rollout.settings import RewardSettings, RolloutSettings
 @pytest.mark.sglang
 @pytest.mark.slow
 async def test_over_sampling_on_sglang(sglang_server: Any, make_source: Any, tiny: Any, tokenizer: Any) -> None:
-    engine = SGLangEngine(sglang_server.url, name="engine0", log_path=sglang_server.log_path)
+    engine = SGLangEngine(sglang_server.url, key=KEY, name="engine0", log_path=sglang_server.log_path)
     version = await engine.weight_version()
     settings = RolloutSettings(
         rollout_batch_size=3,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_gate import Gate, underway
+from engine_gate import KEY, Gate, underway
 from relax_rollout.engines.base import GenerateRequest, GenerateResult, SamplingParams
 from relax_rollout.engines.sglang.client import SGLangEngine
 
@@ -21,7 +21,9 @@ LONG = SamplingParams(max_new_tokens=1500, ignore_eos=True)
 @pytest.fixture
 async def engine(sglang_server: Any) -> AsyncIterator[SGLangEngine]:
     """The engine; afterwards it runs nothing and is not paused, whatever the test did."""
-    engine = SGLangEngine(sglang_server.url, name="engine0", log_path=sglang_server.log_path, generate_timeout_s=400)
+    engine = SGLangEngine(
+        sglang_server.url, key=KEY, name="engine0", log_path=sglang_server.log_path, generate_timeout_s=400
+    )
     yield engine
     sglang_server.gate.open()
     await engine.pause("abort")
@@ -85,7 +87,7 @@ async def test_a_stop_token_ends_the_response_and_is_part_of_it(engine: SGLangEn
 
 
 async def test_streamed_and_whole_answers_agree(engine: SGLangEngine, sglang_server: Any, model: Any) -> None:
-    stream = SGLangEngine(sglang_server.url, name="engine0", track_versions_in_flight=True)
+    stream = SGLangEngine(sglang_server.url, key=KEY, name="engine0", track_versions_in_flight=True)
     whole = await engine.generate(request("a", 15, temperature=0.0, ignore_eos=True))
     streamed = await stream.generate(request("a", 15, temperature=0.0, ignore_eos=True))
     await stream.close()
@@ -163,7 +165,7 @@ async def test_pause_that_aborts_leaves_the_engine_idle(engine: SGLangEngine, ga
 
 
 async def test_flush_says_what_it_waits_for(engine: SGLangEngine, sglang_server: Any, gate: Gate) -> None:
-    hurried = SGLangEngine(sglang_server.url, name="engine0", control_timeout_s=2.0)
+    hurried = SGLangEngine(sglang_server.url, key=KEY, name="engine0", control_timeout_s=2.0)
     task = asyncio.create_task(engine.generate(GenerateRequest(rid="a", input_ids=PROMPT, sampling=LONG)))
     await underway(engine.url, 1)
     with pytest.raises(
@@ -176,7 +178,7 @@ async def test_flush_says_what_it_waits_for(engine: SGLangEngine, sglang_server:
 
 
 async def test_a_response_that_takes_too_long_is_ended(engine: SGLangEngine, sglang_server: Any, gate: Gate) -> None:
-    hurried = SGLangEngine(sglang_server.url, name="engine0", generate_timeout_s=2.0)
+    hurried = SGLangEngine(sglang_server.url, key=KEY, name="engine0", generate_timeout_s=2.0)
     with pytest.raises(TimeoutError, match=r"request slow was not finished after 2 s|did not answer /generate"):
         await hurried.generate(GenerateRequest(rid="slow", input_ids=PROMPT, sampling=LONG))
     # It ends at the server too: nothing runs there any more, although 1500 tokens take minutes with the gate closed.

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import re
@@ -114,8 +115,8 @@ class Two:
     def __init__(self, spare: SGLangServer, other: Any) -> None:
         self.spare = spare
         self.addresses = (
-            EngineAddress("engine0", spare.url, str(spare.log_path)),
-            EngineAddress("engine1", other.url, str(other.log_path)),
+            spare.address,
+            dataclasses.replace(other.address, name="engine1"),
         )
         self.clients = [SGLangEngine.at(address) for address in self.addresses]
 
@@ -262,7 +263,7 @@ async def test_engines_refuse_after_the_feeder_was_killed_in_bucket_two(two: Two
     feeder.join()
     request = GenerateRequest(rid="a", input_ids=PROMPT, sampling=SamplingParams(max_new_tokens=2))
     for address in two.addresses:
-        impatient = SGLangEngine(address.url, name=address.name, update_timeout_s=1.0)
+        impatient = SGLangEngine(address.url, name=address.name, key=address.key, update_timeout_s=1.0)
         says = f"{address.name} does not generate: the push of version 9 has not finished"
         with pytest.raises(WeightsIncomplete, match=says):
             await impatient.generate(request)

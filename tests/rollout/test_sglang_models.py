@@ -120,7 +120,7 @@ def test_log_probabilities_are_those_of_transformers_before_and_after_a_push(ser
     sampling = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
     async def compare() -> list[float]:
-        engine, errors = SGLangEngine(server.url, name="engine0", log_path=server.log_path), []
+        engine, errors = SGLangEngine.at(server.address), []
         for version in (0, 1):
             if version:
                 disturb(model)

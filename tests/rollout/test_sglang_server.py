@@ -13,12 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
-from engine_gate import Gate, underway
+from engine_gate import KEY, Gate, underway
 from relax_rollout.engines.base import EngineDied, GenerateRequest, SamplingParams
 from relax_rollout.engines.sglang import cpu
 from relax_rollout.engines.sglang.client import SGLangEngine
 from relax_rollout.engines.sglang.log import last_lines, last_words
-from relax_rollout.engines.sglang.process_supervisor import shared_memory
+from relax_rollout.engines.sglang.process.supervisor import shared_memory
 from relax_rollout.engines.sglang.server import SGLangServer
 from relax_rollout.engines.sglang.settings import SGLangSettings
 
@@ -31,6 +31,7 @@ def server(model: Path, log: Path, **options: Any) -> SGLangServer:
         log_path=log,
         device=options.pop("device", "cpu"),
         dtype="float32",
+        key=KEY,
         **options,
     )
 
@@ -151,12 +152,12 @@ def test_a_server_that_dies_at_the_start_tells_why(tmp_path: Path) -> None:
 # Runs a server, tells where it is, and waits to be killed.
 OWNER = """
 import json, pathlib, sys, time
-from engine_gate import Gate
+from engine_gate import KEY, Gate
 from relax_rollout.engines.sglang.server import SGLangServer
 from relax_rollout.engines.sglang.settings import SGLangSettings
 settings = SGLangSettings(sglang_extra=Gate(pathlib.Path(sys.argv[3]).parent).options())
 server = SGLangServer(settings, model_path=sys.argv[1], name="engine0", log_path=sys.argv[2], device="cpu",
-                      dtype="float32")
+                      dtype="float32", key=KEY)
 server.start(deadline_s=400)
 with open(sys.argv[3] + ".part", "w") as f:
     json.dump({"url": server.url, "pid": server.pid, "supervisor": server._process.pid}, f)
@@ -182,7 +183,7 @@ async def test_kill_9_of_the_owner_during_generation(tiny_model: Path, tmp_path:
         assert {"sglang::scheduler", "sglang::detokenizer"} <= names
         files = shared_memory([p.pid for p in tree])
         assert files, "SGLang keeps its load figures in /dev/shm"
-        engine = SGLangEngine(facts["url"], name="engine0", log_path=log)
+        engine = SGLangEngine(facts["url"], name="engine0", key=KEY, log_path=log)
         sampling = SamplingParams(max_new_tokens=1500, ignore_eos=True)
         gate.close()
         tasks = [

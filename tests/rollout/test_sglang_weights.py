@@ -13,11 +13,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from engine_gate import underway
+from engine_gate import KEY, underway
 from relax_data.weights import Bucket
-from relax_rollout.engines.base import EngineAddress, GenerateRequest, IpcHandle, PauseMode, SamplingParams
+from relax_rollout.engines.base import GenerateRequest, IpcHandle, PauseMode, SamplingParams
 from relax_rollout.engines.sglang.client import SGLangEngine
 from relax_rollout.engines.sglang.messages import generate_body
+from relax_rollout.engines.sglang.transport import bearer
 from relax_rollout.engines.sglang.weight_status import WeightsIncomplete
 from relax_rollout.engines.sglang.weights import update_body
 from relax_rollout.weight_sync import push
@@ -151,7 +152,7 @@ def test_ranks_gather_in_tensor_parallel_order_and_share_errors() -> None:
 @pytest.fixture
 async def engine(sglang_server: Any) -> AsyncIterator[SGLangEngine]:
     """The engine; afterwards it serves its start weights as version 0 again."""
-    engine = SGLangEngine(sglang_server.url, name="engine0", log_path=sglang_server.log_path)
+    engine = SGLangEngine(sglang_server.url, key=KEY, name="engine0", log_path=sglang_server.log_path)
     yield engine
     sglang_server.gate.open()
     await engine.resume_memory()
@@ -209,7 +210,7 @@ async def test_a_failed_push_is_never_served_and_a_whole_one_heals_it(
         yield from list(buckets_of(model))[:1]
         raise OSError("the second bucket is lost")
 
-    elsewhere = SGLangEngine(sglang_server.url, name="engine0")
+    elsewhere = SGLangEngine(sglang_server.url, key=KEY, name="engine0")
     with pytest.raises(WeightPushFailed, match=r"version 7 did not reach every engine.*second bucket is lost"):
         await push_weights(engine, failing(), 7)
     for client in (engine, elsewhere):
@@ -244,7 +245,7 @@ async def test_one_copy_for_each_tensor_parallel_rank(engine: SGLangEngine) -> N
 async def test_the_transport_of_a_run_on_cpu(engine: SGLangEngine, sglang_server: Any, tiny_model: Path) -> None:
     model = load(tiny_model)
     disturb(model, 6)
-    address = EngineAddress("engine0", sglang_server.url, str(sglang_server.log_path))
+    address = sglang_server.address
     transport = make_transport([address], rank=0, world_size=1, device="cpu", gpus_per_engine=1)
     # It is called by the trainer, which has no event loop.
     report = await asyncio.to_thread(transport.push, buckets_of(model), 6)
@@ -257,7 +258,7 @@ async def test_the_transport_of_a_run_on_cpu(engine: SGLangEngine, sglang_server
 @pytest.mark.slow
 async def test_released_weights_need_a_push(engine: SGLangEngine, sglang_server: Any, tiny_model: Path) -> None:
     model = load(tiny_model)
-    elsewhere = SGLangEngine(sglang_server.url, name="engine0")
+    elsewhere = SGLangEngine(sglang_server.url, key=KEY, name="engine0")
     await engine.release_memory()
     await engine.release_memory(("weights",))
     for client in (engine, elsewhere):
@@ -294,7 +295,7 @@ async def test_a_push_without_a_flush_does_not_mix_old_cache_with_new_weights(
     await push_weights(engine, buckets_of(model), 1, mode="in_place")
     # The old key finds the old cache: the test would see a mixture.
     body = generate_body(request, "old-key", 0, stream=False)
-    async with httpx.AsyncClient(base_url=engine.url, trust_env=False, timeout=300) as http:
+    async with httpx.AsyncClient(base_url=engine.url, trust_env=False, timeout=300, headers=bearer(KEY)) as http:
         old = (await http.post("/generate", json=body)).json()["meta_info"]
     assert old["cached_tokens"] == len(prompt) - 1
     entries = old["output_token_logprobs"]
@@ -328,7 +329,7 @@ async def test_versions_of_tokens_when_weights_change_in_flight(
 ) -> None:
     model = load(tiny_model)
     disturb(model, 1)
-    tracking = SGLangEngine(sglang_server.url, name="engine0", track_versions_in_flight=True)
+    tracking = SGLangEngine(sglang_server.url, key=KEY, name="engine0", track_versions_in_flight=True)
     sampling = SamplingParams(max_new_tokens=600, ignore_eos=True)
     sglang_server.gate.close()
     tracked = asyncio.create_task(tracking.generate(GenerateRequest(rid="t", input_ids=PROMPT, sampling=sampling)))

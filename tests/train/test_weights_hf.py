@@ -1,6 +1,7 @@
 """Hugging Face folders: reading them in every form they come in, and writing what transformers loads."""
 
 import json
+import os
 import resource
 import shutil
 import signal
@@ -142,10 +143,17 @@ def test_configuration_and_named_templates_of_an_export_are_those_that_were_give
     templates = source / "additional_chat_templates"  # where transformers keeps those that have a name
     templates.mkdir()
     (templates / "tool_use.jinja").write_text("{{ messages[0].content }}")
+    (source / "tokenizer_config.json").write_text("{}")
+    (source / "tokenizer_config.json").chmod(0o400)  # as caches have it
     run_ranks(_export_untrained, 1, harness, source, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**config, "torch_dtype": "float32"}
     exported = tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja"
     assert exported.read_text() == "{{ messages[0].content }}"
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in (tmp_path / "out").rglob("*"):
+        allowed = 0o777 if path.is_dir() else 0o666
+        assert path.stat().st_mode & 0o777 == allowed & ~umask, f"{path.name}: the umask decides who may read it"
 
 
 def _export_to_full_disk(harness: Any, reference: Any, out: Path) -> str:

@@ -3,32 +3,45 @@
 Ray is imported inside the functions: ``relax train --help`` must not pay for it.
 """
 
+import atexit
 import contextlib
 import logging
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from relax_cli.cluster.local_ray import START_DEADLINE_S, start_local
-from relax_cli.cluster.waits import StopRequested
+import psutil
+
+from relax_cli.cluster.local_ray import START_DEADLINE_S, VITAL, start_local
+from relax_cli.cluster.ray_watch import JoinedCluster, LocalProcesses, RayLost, adopt_orphans, end_local, watched
+from relax_cli.cluster.waits import StopFlag, StopRequested
 
 log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def connected(address: str | None, *, min_cpus: int, note: Callable[[str], None] = log.warning) -> Iterator[None]:
+def connected(
+    address: str | None,
+    *,
+    min_cpus: int,
+    note: Callable[[str], None] = log.warning,
+    stop: StopFlag | None = None,
+    logs: Path | None = None,
+) -> Iterator[None]:
     """Surrounds the run with a Ray connection; a local Ray ends with it, a joined cluster goes on.
 
     Args:
         address: ``--ray-address``; None starts Ray here.
         min_cpus: logical CPUs a local Ray must offer. They only steer placement: the processes of a colocate run take
             turns, so more of them than cores is fine.
-        note: takes lines for the user while Ray starts.
+        note: takes lines for the user while Ray starts, and the last one when it is lost and the run is stuck.
+        stop: is told when Ray is lost (:class:`relax_cli.cluster.ray_watch.RayLost`).
+        logs: folder that the logs of a local Ray are moved to after a failure; None leaves them where Ray has them.
 
     Raises:
         RayStartError: Ray did not start on this machine.
@@ -51,6 +64,7 @@ def connected(address: str | None, *, min_cpus: int, note: Callable[[str], None]
     os.environ.setdefault("RAY_raylet_start_wait_time_s", f"{START_DEADLINE_S:.0f}")
     # A local Ray authenticates with a token of its own accord; it need not say so at every start.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    before, stop = psutil.Process().children(), stop or StopFlag()
     with _ending_at_once():
         import ray
 
@@ -65,16 +79,61 @@ def connected(address: str | None, *, min_cpus: int, note: Callable[[str], None]
         session = None
     failed = True
     try:
-        yield
+        with _watched(session, before, address, stop, note):
+            yield
         failed = False
     except StopRequested:
         failed = False
         raise
     finally:
-        ray.shutdown()
+        _disconnect(ray, stop, before, local=session is not None)
         # Of a run that failed Ray's own logs stay: they may be what explains it.
-        if session is not None and not failed:
+        if session is not None and failed and logs is not None:
+            _move_logs(session / "logs", logs)
+        if session is not None and (not failed or logs is not None):
             _remove_session(session)
+
+
+def _watched(
+    session: Path | None,
+    before: Collection[psutil.Process],
+    address: str | None,
+    stop: StopFlag,
+    note: Callable[[str], None],
+) -> contextlib.AbstractContextManager[None]:
+    """Looks after Ray's own processes; nobody does for a local Ray that somebody else has started in this process."""
+
+    def end(lost: RayLost) -> None:
+        note(f"FAILED {type(lost).__name__}: {lost}")
+        if session is not None:
+            end_local(before)
+        os._exit(1)
+
+    if session is not None:
+        adopt_orphans()
+        vital = [p for p in psutil.Process().children() if p not in before and p.name() in VITAL]
+        return watched(LocalProcesses(vital, session / "logs").look, stop, end)
+    return contextlib.nullcontext() if address is None else watched(JoinedCluster().look, stop, end)
+
+
+def _disconnect(ray: Any, stop: StopFlag, before: Collection[psutil.Process], *, local: bool) -> None:
+    """Leaves Ray, and ends it where it is ours."""
+    if stop.broken is None:
+        ray.shutdown()
+    else:
+        # It would wait for whoever is gone, now and when Python ends.
+        atexit.unregister(ray.shutdown)
+        if local:
+            end_local(before)
+    if local:
+        adopt_orphans(False)
+
+
+def _move_logs(source: Path, target: Path) -> None:
+    """Moves what a Ray that has ended wrote into logs; an earlier launch's are replaced."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target, ignore_dangling_symlinks=True)
 
 
 def _session_folder(ray: Any) -> Path | None:

@@ -86,6 +86,8 @@ def reserve(
     group = placement_group([bundle] * n_slots, strategy="PACK")
     give_up = time.monotonic() + PLACEMENT_DEADLINE_S
     while not group.wait(1):
+        if stop is not None:
+            stop.raise_broken()
         stopped = stop is not None and stop.requested
         if not stopped and time.monotonic() < give_up:
             if heartbeat is not None:

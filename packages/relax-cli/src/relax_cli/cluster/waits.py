@@ -24,7 +24,7 @@ class StopRequested(Exception):
 
 @dataclasses.dataclass
 class StopFlag:
-    """Set by a signal handler, looked at by every wait of the driver."""
+    """Set by a signal handler or by whoever sees that Ray is lost; looked at by every wait of the driver."""
 
     grace_s: float = 6.0
     """How long the step in progress may still take after the signal."""
@@ -34,11 +34,18 @@ class StopFlag:
     """The start is over: there is a step that may be worth finishing."""
     signal_number: int | None = None
     at: float = 0.0
+    broken: Exception | None = None
+    """Why no wait can end well any more."""
 
     def set(self, signal_number: int) -> None:
         """Notes the first signal and its time; later ones change nothing."""
         if self.signal_number is None:
             self.signal_number, self.at = signal_number, time.monotonic()
+
+    def raise_broken(self) -> None:
+        """Ends a wait that cannot end well."""
+        if self.broken is not None:
+            raise self.broken
 
     @property
     def requested(self) -> bool:
@@ -144,6 +151,7 @@ def wait_for(  # noqa: PLR0913  # what a wait does meanwhile, by name
     Raises:
         TimeoutError: the deadline passed.
         StopRequested: a stop was requested and its grace time is over.
+        RayLost: Ray cannot go on.
     """
     import ray
 
@@ -154,6 +162,8 @@ def wait_for(  # noqa: PLR0913  # what a wait does meanwhile, by name
     values: dict[Any, Any] = {}
     while pending:
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=0.25)
+        if stop is not None:
+            stop.raise_broken()
         for ref in done:
             try:
                 values[ref] = ray.get(ref)  # raises at once what one of many raised, instead of waiting for the others

@@ -4,9 +4,14 @@ Logs, ``metrics.jsonl`` and TensorBoard's files are appended to. ``config.toml``
 start: those of earlier starts are kept as ``config.1.toml``, ``summary.1.json``, ``config.2.toml``, ...
 """
 
+import contextlib
+import os
+import secrets
 from pathlib import Path
 
 METRICS = "metrics.jsonl"
+ENGINE_KEY = "engine_key"
+"""File with the key of the engines, while they run. Only the user who started the run can read it."""
 _OF_ONE_START = ("config.toml", "summary.json")
 
 
@@ -33,6 +38,22 @@ def prepare(folder: Path, config_text: str) -> None:
         for path in earlier:
             path.rename(_numbered(path, number))
     (folder / "config.toml").write_text(config_text, encoding="utf-8")
+
+
+def make_engine_key(folder: Path) -> str:
+    """Makes up a key for the engines of one start, and writes it where their user finds it."""
+    key = secrets.token_urlsafe(32)
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_engine_key(folder)  # a file that exists would keep its mode
+    with os.fdopen(os.open(folder / ENGINE_KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(key + "\n")
+    return key
+
+
+def remove_engine_key(folder: Path) -> None:
+    """Removes the file of :func:`make_engine_key`, if there is one."""
+    with contextlib.suppress(OSError):
+        (folder / ENGINE_KEY).unlink()
 
 
 def _numbered(path: Path, number: int) -> Path:

@@ -68,15 +68,17 @@ def run(config: RunConfig) -> int:
             if stop.requested:  # whoever signals us may have signalled our processes too
                 progress.note(f"stopped by request; what was running ended with {explanation(error)}")
                 return 128 + (stop.signal_number or 0)
-            _explain(error, config, progress)
+            _explain(stop.broken or error, config, outcome, progress)
             return 1
     return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
 
 
 def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag, outcome: Outcome) -> None:
+    ray_logs = config.run_dir / "logs" / "ray"
     # Each slot of the run is one of Ray's CPUs; a few more let Ray's own tasks run beside them.
     slots = 0 if config.placement is None else slots_needed(config.placement) + 2
-    with connected(config.cluster.ray_address, min_cpus=max(8, slots), note=progress.note):
+    address, cpus = config.cluster.ray_address, max(8, slots)
+    with connected(address, min_cpus=cpus, note=progress.note, stop=stop, logs=ray_logs):
         config = fit(config, cluster_gpus())
         shape = config.placement
         assert shape is not None, "fit() knows the cluster"
@@ -154,10 +156,21 @@ def _signals(stop: StopFlag, progress: Progress) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _explain(error: BaseException, config: RunConfig, progress: Progress) -> None:
-    """Says on the terminal what went wrong: the cause, not Ray's wrapping of it."""
+def _explain(error: BaseException, config: RunConfig, outcome: Outcome, progress: Progress) -> None:
+    """Says on the terminal what went wrong (the cause, not Ray's wrapping of it), what is whole, and how to go on."""
     progress.note(f"FAILED {explanation(error)}", style="bold red")
+    if outcome.next_rollout > outcome.first_rollout or outcome.last_checkpoint:
+        progress.note(_how_to_go_on(config, outcome))
     progress.note(f"logs: {config.run_dir / 'logs'} (the traceback is in driver.log)")
+
+
+def _how_to_go_on(config: RunConfig, outcome: Outcome) -> str:
+    """Names the last checkpoint, what came after it, and the way to resume."""
+    if outcome.last_checkpoint is None:
+        return "no checkpoint was written yet: --save FOLDER --save-interval N writes one every N rollouts"
+    folder, saved = outcome.last_checkpoint, outcome.saved_rollout
+    what = f"the checkpoint of rollout {saved} in {folder}" if saved is not None else f"the checkpoint in {folder}"
+    return f"{what} is whole; to go on from there, start the same command with --load {folder}"
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")

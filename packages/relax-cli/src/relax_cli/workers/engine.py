@@ -20,7 +20,7 @@ class EngineActor:
     over HTTP from the rollout worker and the trainer's ranks.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what an engine is started with, by name
         self,
         config: "RunConfig",
         *,
@@ -30,6 +30,7 @@ class EngineActor:
         device: Literal["cpu", "cuda"],
         host: str,
         dtype: str,
+        key: str,
     ) -> None:
         """Prepares, without starting, the server.
 
@@ -41,17 +42,17 @@ class EngineActor:
             device: ``cuda`` or ``cpu``.
             host: address the server listens on.
             dtype: ``bfloat16`` or ``float32``.
+            key: that its server asks for.
         """
         from relax_rollout.engines.sglang.server import SGLangServer
 
         enter_folder(config.folder)
         self._progress = ""
-        self._log_path = Path(config.run_dir) / "logs" / f"{name}.log"
         self._server = SGLangServer(
             config.sglang,
             model_path=config.train.model.hf_checkpoint,
             name=name,
-            log_path=self._log_path,
+            log_path=Path(config.run_dir) / "logs" / f"{name}.log",
             device=device,
             tp_size=max(1, len(gpu_ids)),
             gpu_ids=gpu_ids,
@@ -60,12 +61,12 @@ class EngineActor:
             seed=seed,
             enable_memory_saver=device == "cuda" and config.cluster.colocate and not config.debug.debug_rollout_only,
             context_length=context_lengths(config).engine,
+            key=key,
         )
         self.name = name
 
     def start(self) -> "EngineAddress":
         """Starts the server, waits until it is healthy, and says where it is."""
-        from relax_rollout.engines.base import EngineAddress
 
         def progress(message: str) -> None:
             waited, _, line = message.partition(": ")
@@ -76,7 +77,7 @@ class EngineActor:
             logging.getLogger(__name__).info("%s: %s", self.name, message)
 
         self._server.start(progress=progress)
-        return EngineAddress(self.name, self._server.url, str(self._log_path))
+        return self._server.address
 
     def restart(self) -> "EngineAddress":
         """Ends what is left of the server, hung or dead, and starts another one with the start weights.

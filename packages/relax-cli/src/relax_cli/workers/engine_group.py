@@ -55,6 +55,7 @@ class EngineGroup:
         start = time.monotonic()
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=0.25)
+            self._stop.raise_broken()
             ray.get(done)
             if watched:
                 failed, watched = ray.wait(watched, num_returns=len(watched), timeout=0)

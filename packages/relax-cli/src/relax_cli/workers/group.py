@@ -11,6 +11,7 @@ from relax_cli.cluster.actors import Actor, Ref, creator
 from relax_cli.cluster.slots import Slot, engine_slots, reserve, slots_needed, strategy, trainer_slots
 from relax_cli.cluster.waits import SETUP_DEADLINE_S, Heartbeat, StopFlag, wait_for
 from relax_cli.config.run_config import RunConfig
+from relax_cli.run.folder import make_engine_key, remove_engine_key
 from relax_cli.workers.engine import EngineActor
 from relax_cli.workers.engine_group import EngineGroup
 from relax_cli.workers.process import actor_environment
@@ -161,7 +162,7 @@ class WorkerGroups:
         return self._rollout.begin_start()
 
     def _create_engines(self, slots: Sequence[Slot]) -> None:
-        gpu = self.shape.device == "cuda"
+        gpu, key = self.shape.device == "cuda", make_engine_key(self.config.run_dir)
         local = self.config.cluster.ray_address is None
         actors = []
         for i, own in enumerate(engine_slots(self.shape, slots)):
@@ -183,6 +184,7 @@ class WorkerGroups:
                     device=self.shape.device,
                     host="127.0.0.1" if local else own[0].node_ip,
                     dtype=self._engine_dtype(),
+                    key=key,
                 )
             )
         self._engines = EngineGroup(actors, stop=self._stop, heartbeat=self._heartbeat)
@@ -249,21 +251,22 @@ class WorkerGroups:
             goodbyes += self._rollout.close() if self._rollout is not None else []
             goodbyes += self._engines.stop() if self._engines is not None else []
             if goodbyes:
-                patience = STOP_DEADLINE_S if self._started else ABANDON_DEADLINE_S
+                patience = STOP_DEADLINE_S if self._started and not self._stop.broken else ABANDON_DEADLINE_S
                 ray.wait(goodbyes, num_returns=len(goodbyes), timeout=self._stop.left(patience))
         except Exception:  # Ray itself may be gone; what follows still has to run
             log.exception("while stopping")
-        for actor in reversed(self._actors):
+        for actor in [] if self._stop.broken else reversed(self._actors):  # Ray would not answer
             try:
                 actor.kill()
             except Exception:
                 log.exception("while ending %s", actor.handle)
-        if self._placement_group is not None:
+        if self._placement_group is not None and not self._stop.broken:
             from ray.util.placement_group import remove_placement_group
 
             try:
                 remove_placement_group(self._placement_group)
             except Exception:
                 log.exception("while freeing the placement group")
+        remove_engine_key(self.config.run_dir)
         self._rollout = self._engines = self._trainers = self._placement_group = None
         self._actors = []

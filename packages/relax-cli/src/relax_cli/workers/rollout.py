@@ -99,7 +99,7 @@ class RolloutActor:
         from relax_rollout.engines.sglang.client import SGLangEngine
 
         self._loop.engines = self._engines = EnginePool([SGLangEngine.at(address) for address in engines])
-        self._profiler = self._build_profiler([address.url for address in engines])
+        self._profiler = self._build_profiler(engines)
         if self._config.cluster.fully_async:
             from relax_rollout.loop.producer import Producer
 
@@ -107,13 +107,14 @@ class RolloutActor:
             end = self._config.run.num_rollout
             self._producer = Producer(self._loop, self._engines, concurrency=concurrency, end=end)
 
-    def _build_profiler(self, urls: list[str]) -> "RolloutProfiler | None":
+    def _build_profiler(self, engines: "Sequence[EngineAddress]") -> "RolloutProfiler | None":
         settings = self._config.sglang_profile
         if not settings.sglang_profile:
             return None
         from relax_profiling.recorders.sglang import RolloutProfiler
 
-        return RolloutProfiler(settings, urls, self._config.trace_dir / "sglang_trace")
+        urls, folder = [address.url for address in engines], self._config.trace_dir / "sglang_trace"
+        return RolloutProfiler(settings, urls, folder, api_key=engines[0].key)  # one key for the run
 
     def _say(self, message: str) -> None:
         self._status = message

@@ -71,11 +71,13 @@ class EngineAddress:
         name: ``engine0``, ``engine1``, ...: how messages call it.
         url: ``http://host:port``.
         log_path: its log, whose last lines end the message when it dies; None when it is not known.
+        key: that each request has to carry; None when its server asks for none. No message shows it.
     """
 
     name: str
     url: str
     log_path: str | None = None
+    key: str | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

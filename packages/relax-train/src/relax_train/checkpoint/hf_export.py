@@ -116,7 +116,11 @@ class _HFWriter:
                 shutil.copy2(source, self._folder / source.name)
             elif source.is_dir() and source.name == _TEMPLATES:
                 shutil.copytree(source, self._folder / source.name)
-        (self._folder / "config.json").write_text(json.dumps(_exported_config(model), indent=2), encoding="utf-8")
+        config = self._folder / "config.json"
+        config.write_text(json.dumps(_exported_config(model), indent=2), encoding="utf-8")
+        # safetensors keeps its files from everybody else, and a copy has the mode of its source: the umask decides.
+        for path in self._folder.rglob("*"):
+            path.chmod((config if path.is_file() else self._folder).stat().st_mode)
 
 
 def _exported_config(model: Model) -> dict[str, Any]:

@@ -24,7 +24,7 @@ TABLE = Path(__file__).with_name("server_arguments.json")
 _PLACEMENT = "the placement of engines on GPUs sets it; use --rollout-num-gpus and --rollout-num-gpus-per-engine"
 _CLIENT = "the engine's HTTP client depends on it"
 _ADDRESS = "each engine gets its own address and free ports"
-_SECRET = "the engine listens on a private address and its client sends no key"
+_SECRET = "each run makes up a key of its own, which only its own processes know"
 _TLS = "the engine's client speaks plain HTTP on a private address"
 _OTHER_SERVER = "the engine is SGLang's HTTP server; this starts another kind of server"
 
@@ -125,6 +125,7 @@ OWNED: Mapping[str, str] = MappingProxyType(
         "encoder-register-urls": _OTHER_SERVER,
         "pp-size": "the GPUs of an engine share each layer; use --rollout-num-gpus-per-engine",
         "skip-tokenizer-init": _CLIENT,
+        "skip-server-warmup": "the first requests of the run warm the engine up",
         **{name: reason for reason, names in _ONE_SIDED.items() for name in names.split()},
     }
 )

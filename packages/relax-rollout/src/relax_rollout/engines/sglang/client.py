@@ -41,6 +41,7 @@ class SGLangEngine:
         url: str,
         *,
         name: str,
+        key: str | None = None,
         log_path: str | Path | None = None,
         alive: Callable[[], bool] | None = None,
         track_versions_in_flight: bool = False,
@@ -54,6 +55,7 @@ class SGLangEngine:
         Args:
             url: ``http://host:port``.
             name: ``engine0``, ...: how messages call it.
+            key: that its server asks for; None when it asks for none.
             log_path: the server's log, whose last lines end the message when it dies.
             alive: tells whether its process runs, where that is known.
             track_versions_in_flight: weights may change while requests run; each token then gets its version from the
@@ -64,7 +66,7 @@ class SGLangEngine:
             silence_deadline_s: how long the server may answer nothing at all while requests run.
         """
         self._name = name
-        self._transport = Transport(url, name=name, log_path=log_path, alive=alive)
+        self._transport = Transport(url, name=name, key=key, log_path=log_path, alive=alive)
         self._track = track_versions_in_flight
         self._generate_timeout_s, self._control_timeout_s = generate_timeout_s, control_timeout_s
         self._update_timeout_s = update_timeout_s
@@ -79,7 +81,7 @@ class SGLangEngine:
     @classmethod
     def at(cls, address: EngineAddress) -> "SGLangEngine":
         """The client of a server that another process started."""
-        return cls(address.url, name=address.name, log_path=address.log_path)
+        return cls(address.url, name=address.name, key=address.key, log_path=address.log_path)
 
     @property
     def name(self) -> str:

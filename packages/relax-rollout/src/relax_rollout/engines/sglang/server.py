@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,12 +16,13 @@ from typing import IO, Any, Literal
 
 import httpx
 
-from relax_rollout.engines.base import EngineDied
+from relax_rollout.engines.base import EngineAddress, EngineDied
 from relax_rollout.engines.sglang import arguments
 from relax_rollout.engines.sglang.log import last_lines, last_words
+from relax_rollout.engines.sglang.process import SUPERVISOR
 from relax_rollout.engines.sglang.settings import SGLangSettings
+from relax_rollout.engines.sglang.transport import bearer
 
-SUPERVISOR = Path(__file__).with_name("process_supervisor.py")
 # Below the range that the kernel gives to outgoing connections, so that nothing takes the port while the server loads.
 _PORTS = range(20000, 32000)
 _PORT_ATTEMPTS = 3
@@ -52,6 +54,7 @@ class SGLangServer:
         weight_version: int = 0,
         context_length: int | None = None,
         extra: dict[str, Any] | None = None,
+        key: str | None = None,
     ) -> None:
         """Prepares, without starting, the server.
 
@@ -71,6 +74,7 @@ class SGLangServer:
             weight_version: version of the start weights.
             context_length: most tokens of prompt and response; None takes the model's.
             extra: further server options by SGLang's names, below the user's in priority.
+            key: letters and digits that every request has to carry, but for one about its health; None makes one up.
 
         Raises:
             ValueError: an option is not one of SGLang's, or has no meaning on this device.
@@ -81,6 +85,8 @@ class SGLangServer:
             raise ValueError(f"{name}: {tp_size} GPUs an engine, but {len(gpu_ids)} given: {list(gpu_ids)}")
         self.name, self.host, self.log_path = name, host, Path(log_path)
         self._device, self._wanted_port, self._gpu_ids = device, port, [str(g) for g in gpu_ids]
+        self.key = key or secrets.token_urlsafe(32)
+        """Known to whoever asks this object, and in no command line, log or file."""
         self._port: int | None = None
         self._pid: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -105,9 +111,10 @@ class SGLangServer:
             "mem-fraction-static": settings.sglang_mem_fraction_static,
             # Chunks of a stream then hold new tokens only, so that a long response costs linear time.
             "incremental-streaming-output": True,
+            # The first rollout does that; SGLang's own would be a request without the key.
+            "skip-server-warmup": True,
         }
         general = {
-            "skip-server-warmup": True,
             "context-length": context_length,
             # A line a request would bury what matters.
             "log-level-http": "warning",
@@ -124,6 +131,11 @@ class SGLangServer:
         return f"http://{self.host}:{self._port}"
 
     @property
+    def address(self) -> EngineAddress:
+        """All that a client needs, in this process or in another one; after :meth:`launch`."""
+        return EngineAddress(self.name, self.url, str(self.log_path), self.key)
+
+    @property
     def pid(self) -> int:
         """Process id of the server itself."""
         if self._pid is None:
@@ -135,7 +147,7 @@ class SGLangServer:
         return [
             sys.executable,
             "-m",
-            "sglang.launch_server",
+            "relax_rollout.engines.sglang.process.launch",
             *arguments.to_argv({**self._options, "port": self._port}),
         ]
 
@@ -209,7 +221,14 @@ class SGLangServer:
                 env=self._environment(),
                 start_new_session=True,
             )
+        self._send_key(self._process.stdin)
         self._pid = self._read_pid(self._process.stdout)
+
+    def _send_key(self, stream: IO[bytes] | None) -> None:
+        assert stream is not None, "the supervisor was started with a pipe"
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which whoever reads from it finds out
+            stream.write(self.key.encode() + b"\n")
+            stream.flush()
 
     def _read_pid(self, stream: IO[bytes] | None) -> int:
         assert stream is not None, "the supervisor was started with a pipe"
@@ -228,7 +247,8 @@ class SGLangServer:
     ) -> None:
         """Waits until the server generates; see :meth:`start` for arguments and errors (it is not stopped here)."""
         begin = told = time.monotonic()
-        with httpx.Client(trust_env=False, timeout=httpx.Timeout(30.0, connect=2.0)) as http:
+        headers, timeout = bearer(self.key), httpx.Timeout(30.0, connect=2.0)
+        with httpx.Client(trust_env=False, timeout=timeout, headers=headers) as http:
             while True:
                 code = self.poll()
                 waited = time.monotonic() - begin

@@ -21,6 +21,11 @@ _ATTEMPTS = 4
 CONNECT_TIMEOUT_S = 20.0
 
 
+def bearer(key: str | None) -> dict[str, str]:
+    """The header that shows a server its key; none without a key."""
+    return {} if key is None else {"authorization": f"Bearer {key}"}
+
+
 class StreamedBody(Protocol):
     """A JSON body that is made while it is sent; it may be asked for its pieces several times."""
 
@@ -35,17 +40,25 @@ class Transport:
     """Requests to one server from any event loop."""
 
     def __init__(
-        self, url: str, *, name: str, log_path: str | Path | None = None, alive: Callable[[], bool] | None = None
+        self,
+        url: str,
+        *,
+        name: str,
+        key: str | None = None,
+        log_path: str | Path | None = None,
+        alive: Callable[[], bool] | None = None,
     ) -> None:
         """Stores where the engine is; connects on first use.
 
         Args:
             url: ``http://host:port``.
             name: how messages call the engine.
+            key: that its server asks for.
             log_path: its log, for its last words.
             alive: tells whether its process runs; without it a refused connection means that it does not.
         """
         self.url, self.name, self.log_path, self.alive = url.rstrip("/"), name, log_path, alive
+        self._key = key
         self._http: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -54,7 +67,10 @@ class Transport:
         loop = asyncio.get_running_loop()
         if self._http is None or self._loop is not loop or self._http.is_closed:
             # The server drops idle connections after 5 s; dropping them earlier avoids the race with its close.
-            self._http = httpx.AsyncClient(base_url=self.url, trust_env=False, transport=SingleConnections(3.0))
+            pool = SingleConnections(3.0)
+            self._http = httpx.AsyncClient(
+                base_url=self.url, trust_env=False, transport=pool, headers=bearer(self._key)
+            )
             self._loop = loop
         return self._http
 

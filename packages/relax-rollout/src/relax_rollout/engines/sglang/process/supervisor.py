@@ -6,7 +6,8 @@ input closes (the owner died, even by ``kill -9``, or called stop), when its par
 signal; and when the command itself ends, it ends what the command left behind.
 
 It writes ``pid <n>`` to its standard output once the command runs, and exits with the command's exit code
-(128 + signal number for a signal).
+(128 + signal number for a signal). What the owner writes to its standard input, a secret for example, goes on to that
+of the command.
 
 It is two processes. The one that the owner started only stands in for the other: it passes signals on and hands the
 exit code back. A Ray worker that ends kills its children (not theirs) with a signal that nobody can catch; when that
@@ -146,7 +147,7 @@ class ProcessSupervisor:
         self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         me = os.getpid()
         self.child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment, preexec_fn=lambda: self._in_child(me)
+            command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment, preexec_fn=lambda: self._in_child(me)
         )
 
     def _in_child(self, supervisor: int) -> None:
@@ -167,6 +168,14 @@ class ProcessSupervisor:
                 code = os.waitstatus_to_exitcode(status)
                 self.code = code if code >= 0 else 128 - code
 
+    def pass_on(self) -> bool:
+        """Gives the command what the owner has sent; False when the owner has closed the pipe."""
+        sent = os.read(0, 4096)
+        assert self.child.stdin is not None, "the command was started with a pipe"
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self.child.stdin.fileno(), sent)
+        return bool(sent)
+
     def watch(self) -> None:
         """Returns when the tree has to end."""
         while True:
@@ -182,7 +191,7 @@ class ProcessSupervisor:
             readable, _, _ = select.select([0, self.wake_read], [], [], TICK_S)
             if self.wake_read in readable:
                 os.read(self.wake_read, 4096)
-            if 0 in readable and not os.read(0, 4096):
+            if 0 in readable and not self.pass_on():
                 self.reason = "the owner closed the pipe"
                 return
             self.shm.look(lambda: descendants(os.getpid()))

@@ -1,0 +1,63 @@
+"""A run whose Ray is killed twice: each launch says what died and how to go on, and leaves nothing behind."""
+
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from relax_cli.run.debug_data import load_groups
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+STEPS = 6
+
+
+def sessions() -> set[Path]:
+    return set(Path(tempfile.gettempdir(), "ray").glob("session_2*"))
+
+
+def child(run: Any, name: str) -> psutil.Process:
+    (found,) = (p for p in psutil.Process(run.process.pid).children() if p.name() == name)
+    return found
+
+
+def until_step(run: Any, count: int) -> None:
+    run.wait_for(lambda: len(run.steps()) >= count, f"step {count}")
+
+
+def test_raylet_and_gcs_are_killed_and_every_prompt_is_trained_once(
+    task: Any, relax: Callable[..., Any], tmp_path: Path
+) -> None:
+    checkpoints, data = tmp_path / "checkpoints", tmp_path / "rollout_{rollout_id}.jsonl"
+    words = task.flags(
+        num_rollout=STEPS, save=checkpoints, load=checkpoints, save_interval=1, save_debug_rollout_data=data
+    )
+    before = sessions()
+
+    for victim, steps in (("raylet", 2), ("gcs_server", 4)):
+        run = relax("train", *words)
+        until_step(run, steps)
+        victim_process = child(run, victim)
+        victim_process.kill()
+        assert run.finish() == 1, run.output
+        said = run.output.partition("FAILED")[2]
+        assert f"RayLost: Ray's process {victim} (pid {victim_process.pid}) has ended, killed (SIGKILL)" in said
+        assert re.search(r"the checkpoint of rollout \d+ in \S+ is whole; to go on from there", said), said
+        assert f"--load {checkpoints}" in said
+        assert "Traceback" not in run.output
+        assert run.survivors() == []
+        assert sessions() == before, "Ray's folder is gone"
+        assert (run.folder / "runs" / "run" / "logs" / "ray" / f"{victim}.out").is_file(), "and its logs are kept"
+        assert not (run.folder / "runs" / "run" / "engine_key").exists()
+
+    last = relax("train", *words)
+    assert last.finish() == 0, last.output
+    assert last.survivors() == []
+    rows = last.steps()
+    assert [row["step"] for row in rows] == list(range(STEPS)), "no step is missing, none is there twice"
+    ids = [g.prompt.prompt_id for i in range(STEPS) for g in load_groups(Path(str(data).format(rollout_id=i)))]
+    assert ids == list(range(4 * STEPS)), "every prompt once, in order"
+    assert rows[-1]["prompts/trained"] + rows[-1]["prompts/out"] == 4 * STEPS

@@ -1,0 +1,96 @@
+"""What a running server shows to others on the machine and on the network: one port, and nothing without the key."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from engine_gate import KEY
+from relax_rollout.engines.sglang.process.launch import MEETING, main
+from relax_rollout.engines.sglang.server import SGLangServer
+from relax_rollout.engines.sglang.settings import SGLangSettings
+from relax_rollout.engines.sglang.transport import bearer
+
+
+def tree(server: Any) -> list[psutil.Process]:
+    process = psutil.Process(server.pid)
+    return [*process.parents()[:2], process, *process.children(recursive=True)]
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_one_port_on_the_loopback_is_open(sglang_server: Any) -> None:
+    listening = {
+        (c.laddr.ip, c.laddr.port)
+        for process in tree(sglang_server)[1:]
+        for c in process.net_connections("tcp")
+        if c.status == psutil.CONN_LISTEN
+    }
+    ours = ("127.0.0.1", int(sglang_server.url.rpartition(":")[2]))
+    assert ours in listening
+    assert {ip for ip, _ in listening} == {"127.0.0.1"}, listening
+    # What remains is gloo, between the ranks of the engine.
+    others = [address for address in listening if address != ours]
+    assert len(others) <= 2, others
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_without_the_key_the_server_tells_that_it_lives_and_no_more(sglang_server: Any) -> None:
+    with httpx.Client(base_url=sglang_server.url, trust_env=False, timeout=300) as http:
+        assert http.get("/health").status_code == 200
+        refused = {
+            path: http.request(method, path, json=None if method == "GET" else {}).status_code
+            for method, path in (
+                ("GET", "/model_info"),
+                ("GET", "/server_info"),
+                ("GET", "/v1/loads"),
+                ("POST", "/generate"),
+                ("POST", "/v1/completions"),
+                ("POST", "/pause_generation"),
+                ("POST", "/update_weights_from_disk"),
+                ("POST", "/update_weights_from_tensor"),
+                ("POST", "/init_weights_update_group"),
+                ("POST", "/start_profile"),
+            )
+        }
+        assert set(refused.values()) == {401}, refused
+        assert http.get("/model_info", headers=bearer(KEY + "x")).status_code == 401
+        answer = http.get("/server_info", headers=bearer(KEY))
+        assert answer.status_code == 200
+        assert KEY not in answer.text
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_the_key_is_in_no_command_line_environment_log_or_file(sglang_server: Any) -> None:
+    processes = tree(sglang_server)
+    shown = [" ".join(p.cmdline()) for p in processes]
+    assert any("process.launch" in words for words in shown)
+    assert not [words for words in shown if KEY in words]
+    assert not [p for p in processes[1:] if KEY in str(p.environ())]
+    assert KEY not in sglang_server.log_path.read_text(errors="replace")
+    folder = Path(processes[2].environ()["TMPDIR"])
+    assert folder.stat().st_mode & 0o077 == 0, "what the engine writes there is for its user alone"
+    assert not [f for f in folder.rglob("*") if f.is_file() and KEY.encode() in f.read_bytes()]
+    assert (folder / "ranks").exists(), "where the ranks meet"
+
+
+def test_each_server_has_a_key_of_its_own_and_no_message_shows_it(tmp_path: Path) -> None:
+    one, other = (
+        SGLangServer(SGLangSettings(), model_path=tmp_path, name="e", log_path=tmp_path / "log", device="cpu")
+        for _ in range(2)
+    )
+    assert one.key != other.key
+    assert len(one.key) >= 32
+    one._port = 1
+    assert one.address.key == one.key
+    assert one.key not in repr(one.address)
+    assert one.key not in " ".join(one.command())
+
+
+def test_a_server_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(MEETING, raising=False)
+    with pytest.raises(ValueError, match="has to be the key of the server"):
+        main([], "")

@@ -1,5 +1,6 @@
 """A run whose Ray is killed twice: each launch says what died and how to go on, and leaves nothing behind."""
 
+import contextlib
 import re
 import tempfile
 from collections.abc import Callable
@@ -24,6 +25,15 @@ def child(run: Any, name: str) -> psutil.Process:
     return found
 
 
+def listening(run: Any) -> list[Any]:
+    """Sockets of the run's processes that take connections."""
+    found: list[Any] = []
+    for process in run.seen:
+        with contextlib.suppress(psutil.Error):
+            found += [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return found
+
+
 def until_step(run: Any, count: int) -> None:
     run.wait_for(lambda: len(run.steps()) >= count, f"step {count}")
 
@@ -41,6 +51,9 @@ def test_raylet_and_gcs_are_killed_and_every_prompt_is_trained_once(
         run = relax("train", *words)
         until_step(run, steps)
         victim_process = child(run, victim)
+        assert {c.laddr.ip for c in listening(run)} <= {"127.0.0.1", "::ffff:127.0.0.1"}, (
+            "nothing of it can be reached from elsewhere"
+        )
         victim_process.kill()
         assert run.finish() == 1, run.output
         said = run.output.partition("FAILED")[2]

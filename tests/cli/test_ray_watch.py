@@ -59,20 +59,18 @@ def test_a_process_that_was_killed_is_named_with_its_last_words(
 
 
 def test_every_wait_hears_of_it_and_a_run_that_is_stuck_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_watch, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(ray_watch, "UNWIND_S", 0.01)
     stop, stuck, lost = StopFlag(), threading.Event(), RayLost("gone")
     stop.raise_broken()
-    with watched(lambda: lost, stop, lambda error: stuck.set()):
+    with watched(lambda: lost, stop, lambda error: stuck.set(), 0.01):
         assert stuck.wait(60)
     with pytest.raises(RayLost, match="gone"):
         stop.raise_broken()
 
 
-def test_a_run_that_ends_in_time_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_watch, "LOOK_EVERY_S", 0.01)
+def test_a_run_that_ends_in_time_is_not_ended() -> None:
     stop, stuck = StopFlag(), threading.Event()
-    with watched(lambda: RayLost("gone"), stop, lambda error: stuck.set()):
+    with watched(lambda: RayLost("gone"), stop, lambda error: stuck.set(), 0.01):
         until(lambda: stop.broken is not None)
     assert not stuck.is_set()
 

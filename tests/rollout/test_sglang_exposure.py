@@ -1,4 +1,4 @@
-"""What a running server shows to others on the machine and on the network: one port, and nothing without the key."""
+"""What a running server shows to others on the machine and on the network: nothing without the key."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def tree(server: Any) -> list[psutil.Process]:
 
 @pytest.mark.sglang
 @pytest.mark.slow
-def test_one_port_on_the_loopback_is_open(sglang_server: Any) -> None:
+def test_nothing_listens_but_on_the_loopback(sglang_server: Any) -> None:
     listening = {
         (c.laddr.ip, c.laddr.port)
         for process in tree(sglang_server)[1:]
@@ -30,9 +30,6 @@ def test_one_port_on_the_loopback_is_open(sglang_server: Any) -> None:
     ours = ("127.0.0.1", int(sglang_server.url.rpartition(":")[2]))
     assert ours in listening
     assert {ip for ip, _ in listening} == {"127.0.0.1"}, listening
-    # What remains is gloo, between the ranks of the engine.
-    others = [address for address in listening if address != ours]
-    assert len(others) <= 2, others
 
 
 @pytest.mark.sglang

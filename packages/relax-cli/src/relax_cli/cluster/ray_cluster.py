@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -18,7 +19,15 @@ from typing import Any
 import psutil
 
 from relax_cli.cluster.local_ray import START_DEADLINE_S, VITAL, start_local
-from relax_cli.cluster.ray_watch import JoinedCluster, LocalProcesses, RayLost, adopt_orphans, end_local, watched
+from relax_cli.cluster.ray_watch import (
+    ASK_EVERY_S,
+    JoinedCluster,
+    LocalProcesses,
+    RayLost,
+    adopt_orphans,
+    end_local,
+    watched,
+)
 from relax_cli.cluster.waits import StopFlag, StopRequested
 
 log = logging.getLogger(__name__)
@@ -56,6 +65,9 @@ def connected(
     # its name says).
     if address is None:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        if "ray" not in sys.modules:  # it reads the token once
+            # Ray would write one token for all times into the home folder, where the umask may let others read it.
+            os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)
     elif _has_ray_token():
         # `ray start` asks for the token where there is one, but a driver with an explicit address would not send it.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -113,7 +125,9 @@ def _watched(
         adopt_orphans()
         vital = [p for p in psutil.Process().children() if p not in before and p.name() in VITAL]
         return watched(LocalProcesses(vital, session / "logs").look, stop, end)
-    return contextlib.nullcontext() if address is None else watched(JoinedCluster().look, stop, end)
+    if address is None:
+        return contextlib.nullcontext()
+    return watched(JoinedCluster().look, stop, end, ASK_EVERY_S)
 
 
 def _disconnect(ray: Any, stop: StopFlag, before: Collection[psutil.Process], *, local: bool) -> None:

@@ -25,6 +25,8 @@ from relax_rollout.engines.sglang.process import SUPERVISOR
 from relax_cli.cluster.waits import StopFlag
 
 LOOK_EVERY_S = 0.5
+ASK_EVERY_S = 2.0
+"""A cluster that was joined is asked over the network."""
 UNWIND_S = 25.0
 """How long the run may take to end by itself once Ray is lost; a call of Ray's may be stuck. Ray ends it after 60 s."""
 GCS_SILENCE_S = 40.0
@@ -138,18 +140,24 @@ class JoinedCluster:
 
 
 @contextlib.contextmanager
-def watched(look: Callable[[], RayLost | None], stop: StopFlag, on_stuck: Callable[[RayLost], None]) -> Iterator[None]:
+def watched(
+    look: Callable[[], RayLost | None],
+    stop: StopFlag,
+    on_stuck: Callable[[RayLost], None],
+    every_s: float = LOOK_EVERY_S,
+) -> Iterator[None]:
     """Inside, a thread looks; what it finds is put into ``stop``, where every wait of the driver notices it.
 
     Args:
         look: gives the error once Ray is lost.
         stop: takes the error.
+        every_s: seconds between two looks.
         on_stuck: called in the thread when the body is still there :data:`UNWIND_S` after that.
     """
     done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(LOOK_EVERY_S):
+        while not done.wait(every_s):
             lost = look()
             if lost is not None:
                 stop.broken = lost
@@ -208,7 +216,7 @@ def _end_by_themselves(processes: Collection[psutil.Process]) -> set[int]:
 
 def _runs(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

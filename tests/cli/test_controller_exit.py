@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from relax_cli.cluster.ray_watch import RayLost
 from relax_cli.cluster.waits import StopFlag, StopRequested
 from relax_cli.config.resolution import resolve
 from relax_cli.config.run_config import RunConfig
@@ -178,3 +179,34 @@ def test_the_summary_names_what_was_trained_and_not_saved(
 
 def test_a_launch_that_trained_nothing_has_nothing_to_save(config: RunConfig) -> None:
     assert controller._not_saved(config, Outcome(first_rollout=2, next_rollout=2)) is None
+
+
+@pytest.mark.parametrize(
+    ("done", "expected"),
+    [
+        ({"next_rollout": 3}, "no checkpoint was written yet: --save FOLDER --save-interval N"),
+        ({"next_rollout": 3, "last_checkpoint": "c", "saved_rollout": 1}, "the checkpoint of rollout 1 in c is whole"),
+        ({"last_checkpoint": "c"}, "the checkpoint in c is whole; to go on from there, start the same command with"),
+        ({}, None),
+    ],
+)
+def test_a_failure_says_what_is_whole_and_how_to_go_on(
+    config: RunConfig,
+    below: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    done: dict[str, Any],
+    expected: str | None,
+) -> None:
+    def fail(stop: StopFlag, outcome: Outcome) -> None:
+        for name, value in done.items():
+            setattr(outcome, name, value)
+        stop.broken = RayLost("Ray's process raylet (pid 7) has ended")
+        raise ConnectionError("an actor died, since Ray did")
+
+    below(fail)
+    assert controller.run(config) == 1
+    out = capsys.readouterr().out
+    assert "FAILED RayLost: Ray's process raylet (pid 7) has ended" in out
+    assert "an actor died" not in out, "the cause, not what followed from it"
+    assert ("checkpoint" in out) is (expected is not None)
+    assert expected is None or expected in " ".join(out.split())

@@ -198,3 +198,13 @@ def test_the_exit_code_is_that_of_the_command(code: str, expected: int) -> None:
         assert process.stdout.read().startswith(b"pid ")
         assert process.stderr is not None
         assert f"the server ended with exit code {expected}".encode() in process.stderr.read()
+
+
+def test_what_the_owner_writes_reaches_the_command_and_no_command_line() -> None:
+    code = "import os, sys; word = sys.stdin.readline().strip(); sys.exit(5 if word == 'secret' else 6)"
+    command = [sys.executable, "-I", "-S", str(SUPERVISOR), sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(b"secret\n")
+        process.stdin.flush()
+        assert process.wait(timeout=300) == 5

@@ -36,3 +36,17 @@ def test_another_run_of_the_same_name_is_refused_unless_it_goes_on(workspace: Pa
     assert "--load" in problem
     assert resolve([*words, "--dry-run"], {}).notes == (problem,)
     assert resolve([*words, "--load", "checkpoints"], {}).name == "demo"
+
+
+def test_the_key_of_the_engines_is_new_each_time_and_for_its_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run" / run_folder.ENGINE_KEY
+    first = run_folder.make_engine_key(path.parent)
+    assert path.read_text() == first + "\n"
+    path.chmod(0o644)  # left by a start that was killed, and copied about
+    second = run_folder.make_engine_key(path.parent)
+    assert second != first
+    assert path.read_text() == second + "\n"
+    assert path.stat().st_mode & 0o777 == 0o600
+    run_folder.remove_engine_key(path.parent)
+    run_folder.remove_engine_key(path.parent)
+    assert not path.exists()

@@ -135,12 +135,20 @@ def _disconnect(ray: Any, stop: StopFlag, before: Collection[psutil.Process], *,
     if stop.broken is None:
         ray.shutdown()
     else:
-        # It would wait for whoever is gone, now and when Python ends.
-        atexit.unregister(ray.shutdown)
+        # It would wait for whoever is gone, or crash: now, and when Python ends.
+        atexit.register(_leave, 1 if stop.signal_number is None else 128 + stop.signal_number)
         if local:
             end_local(before)
     if local:
         adopt_orphans(False)
+
+
+def _leave(code: int) -> None:
+    """Ends the process without what Ray would do in its end."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _move_logs(source: Path, target: Path) -> None:

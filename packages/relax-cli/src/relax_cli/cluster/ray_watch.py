@@ -71,7 +71,7 @@ class LocalProcesses:
 
     def _last_words(self, name: str) -> str:
         for path in (self._logs / f"{name}.err", self._logs / f"{name}.out"):
-            if lines := last_lines(path, 8):
+            if lines := last_lines(path, 5):
                 return f"Last lines of its {path.name}:\n" + "\n".join("  " + line for line in lines)
         return "Its log is empty."
 

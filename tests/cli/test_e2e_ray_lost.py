@@ -13,8 +13,6 @@ from relax_cli.run.debug_data import load_groups
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-STEPS = 6
-
 
 def sessions() -> set[Path]:
     return set(Path(tempfile.gettempdir(), "ray").glob("session_2*"))
@@ -42,13 +40,11 @@ def test_raylet_and_gcs_are_killed_and_every_prompt_is_trained_once(
     task: Any, relax: Callable[..., Any], tmp_path: Path
 ) -> None:
     checkpoints, data = tmp_path / "checkpoints", tmp_path / "rollout_{rollout_id}.jsonl"
-    words = task.flags(
-        num_rollout=STEPS, save=checkpoints, load=checkpoints, save_interval=1, save_debug_rollout_data=data
-    )
+    options = {"save": checkpoints, "load": checkpoints, "save_interval": 1, "save_debug_rollout_data": data}
     before = sessions()
 
     for victim, steps in (("raylet", 2), ("gcs_server", 4)):
-        run = relax("train", *words)
+        run = relax("train", *task.flags(num_rollout=10**6, **options))
         until_step(run, steps)
         victim_process = child(run, victim)
         assert {c.laddr.ip for c in listening(run)} <= {"127.0.0.1", "::ffff:127.0.0.1"}, (
@@ -66,11 +62,12 @@ def test_raylet_and_gcs_are_killed_and_every_prompt_is_trained_once(
         assert (run.folder / "runs" / "run" / "logs" / "ray" / f"{victim}.out").is_file(), "and its logs are kept"
         assert not (run.folder / "runs" / "run" / "engine_key").exists()
 
-    last = relax("train", *words)
+    steps = run.steps()[-1]["step"] + 3
+    last = relax("train", *task.flags(num_rollout=steps, **options))
     assert last.finish() == 0, last.output
     assert last.survivors() == []
     rows = last.steps()
-    assert [row["step"] for row in rows] == list(range(STEPS)), "no step is missing, none is there twice"
-    ids = [g.prompt.prompt_id for i in range(STEPS) for g in load_groups(Path(str(data).format(rollout_id=i)))]
-    assert ids == list(range(4 * STEPS)), "every prompt once, in order"
-    assert rows[-1]["prompts/trained"] + rows[-1]["prompts/out"] == 4 * STEPS
+    assert [row["step"] for row in rows] == list(range(steps)), "no step is missing, none is there twice"
+    ids = [g.prompt.prompt_id for i in range(steps) for g in load_groups(Path(str(data).format(rollout_id=i)))]
+    assert ids == list(range(4 * steps)), "every prompt once, in order"
+    assert rows[-1]["prompts/trained"] + rows[-1]["prompts/out"] == 4 * steps

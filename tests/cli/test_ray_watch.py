@@ -61,25 +61,30 @@ def test_a_process_that_was_killed_is_named_with_its_last_words(
 def test_every_wait_hears_of_it_and_a_run_that_is_stuck_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_watch, "UNWIND_S", 0.01)
     stop, stuck, lost = StopFlag(), threading.Event(), RayLost("gone")
+    told: list[RayLost] = []
     stop.raise_broken()
-    with watched(lambda: lost, stop, lambda error: stuck.set(), 0.01):
+    with watched(lambda: lost, stop, told.append, lambda error: stuck.set(), 0.01):
         assert stuck.wait(60)
+    assert told == [lost], "at once, and once"
     with pytest.raises(RayLost, match="gone"):
         stop.raise_broken()
 
 
 def test_a_run_that_ends_in_time_is_not_ended() -> None:
     stop, stuck = StopFlag(), threading.Event()
-    with watched(lambda: RayLost("gone"), stop, lambda error: stuck.set(), 0.01):
+    told: list[RayLost] = []
+    with watched(lambda: RayLost("gone"), stop, told.append, lambda error: stuck.set(), 0.01):
         until(lambda: stop.broken is not None)
     assert not stuck.is_set()
 
 
 def test_an_error_that_comes_first_is_known_to_be_of_ray() -> None:
     stop = StopFlag()
-    with pytest.raises(ConnectionError), watched(lambda: RayLost("gone"), stop, lambda error: None):
+    told: list[RayLost] = []
+    with pytest.raises(ConnectionError), watched(lambda: RayLost("gone"), stop, told.append, print):
         raise ConnectionError("an actor died")
     assert str(stop.broken) == "gone"
+    assert told == [stop.broken], "once"
 
 
 def test_a_gcs_that_refuses_is_gone_and_a_busy_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

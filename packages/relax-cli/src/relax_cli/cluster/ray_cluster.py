@@ -40,6 +40,7 @@ def connected(
     min_cpus: int,
     note: Callable[[str], None] = log.warning,
     stop: StopFlag | None = None,
+    tell: Callable[[RayLost], None] | None = None,
     logs: Path | None = None,
 ) -> Iterator[None]:
     """Surrounds the run with a Ray connection; a local Ray ends with it, a joined cluster goes on.
@@ -48,8 +49,9 @@ def connected(
         address: ``--ray-address``; None starts Ray here.
         min_cpus: logical CPUs a local Ray must offer. They only steer placement: the processes of a colocate run take
             turns, so more of them than cores is fine.
-        note: takes lines for the user while Ray starts, and the last one when it is lost and the run is stuck.
+        note: takes lines for the user while Ray starts.
         stop: is told when Ray is lost (:class:`relax_cli.cluster.ray_watch.RayLost`).
+        tell: says to the user that Ray is lost, from a thread; by default ``note`` does.
         logs: folder that the logs of a local Ray are moved to after a failure; None leaves them where Ray has them.
 
     Raises:
@@ -91,14 +93,14 @@ def connected(
         session = None
     failed = True
     try:
-        with _watched(session, before, address, stop, note):
+        with _watched(session, before, address, stop, tell or (lambda lost: note(str(lost)))):
             yield
         failed = False
     except StopRequested:
         failed = False
         raise
     finally:
-        _disconnect(ray, stop, before, local=session is not None)
+        _disconnect(ray, stop, before, local=session is not None, failed=failed)
         # Of a run that failed Ray's own logs stay: they may be what explains it.
         if session is not None and failed and logs is not None:
             _move_logs(session / "logs", logs)
@@ -111,12 +113,11 @@ def _watched(
     before: Collection[psutil.Process],
     address: str | None,
     stop: StopFlag,
-    note: Callable[[str], None],
+    tell: Callable[[RayLost], None],
 ) -> contextlib.AbstractContextManager[None]:
     """Looks after Ray's own processes; nobody does for a local Ray that somebody else has started in this process."""
 
     def end(lost: RayLost) -> None:
-        note(f"FAILED {type(lost).__name__}: {lost}")
         if session is not None:
             end_local(before)
         os._exit(1)
@@ -124,19 +125,19 @@ def _watched(
     if session is not None:
         adopt_orphans()
         vital = [p for p in psutil.Process().children() if p not in before and p.name() in VITAL]
-        return watched(LocalProcesses(vital, session / "logs").look, stop, end)
+        return watched(LocalProcesses(vital, session / "logs").look, stop, tell, end)
     if address is None:
         return contextlib.nullcontext()
-    return watched(JoinedCluster().look, stop, end, ASK_EVERY_S)
+    return watched(JoinedCluster().look, stop, tell, end, ASK_EVERY_S)
 
 
-def _disconnect(ray: Any, stop: StopFlag, before: Collection[psutil.Process], *, local: bool) -> None:
+def _disconnect(ray: Any, stop: StopFlag, before: Collection[psutil.Process], *, local: bool, failed: bool) -> None:
     """Leaves Ray, and ends it where it is ours."""
     if stop.broken is None:
         ray.shutdown()
     else:
         # It would wait for whoever is gone, or crash: now, and when Python ends.
-        atexit.register(_leave, 1 if stop.signal_number is None else 128 + stop.signal_number)
+        atexit.register(_leave, int(failed) if stop.signal_number is None else 128 + stop.signal_number)
         if local:
             end_local(before)
     if local:

@@ -31,6 +31,7 @@ UNWIND_S = 25.0
 """How long the run may take to end by itself once Ray is lost; a call of Ray's may be stuck. Ray ends it after 60 s."""
 GCS_SILENCE_S = 40.0
 REFUSALS = 3
+JOIN_S = 10.0
 END_S = 20.0
 GRACE_S = 10.0
 """How long supervisors of engines and Python's resource trackers have to put their things in order."""
@@ -143,6 +144,7 @@ class JoinedCluster:
 def watched(
     look: Callable[[], RayLost | None],
     stop: StopFlag,
+    tell: Callable[[RayLost], None],
     on_stuck: Callable[[RayLost], None],
     every_s: float = LOOK_EVERY_S,
 ) -> Iterator[None]:
@@ -151,6 +153,7 @@ def watched(
     Args:
         look: gives the error once Ray is lost.
         stop: takes the error.
+        tell: says so to the user, at once: any call of Ray may end the process now.
         every_s: seconds between two looks.
         on_stuck: called in the thread when the body is still there :data:`UNWIND_S` after that.
     """
@@ -160,6 +163,7 @@ def watched(
         while not done.wait(every_s):
             lost = look()
             if lost is not None:
+                tell(lost)
                 stop.broken = lost
                 if not done.wait(UNWIND_S):
                     on_stuck(lost)
@@ -171,11 +175,15 @@ def watched(
         yield
     except Exception:
         # Actors die with Ray, and whoever waits for one may hear of that first.
-        if stop.broken is None:
-            stop.broken = look()
+        done.set()
+        thread.join(JOIN_S)
+        if stop.broken is None and (lost := look()) is not None:
+            tell(lost)
+            stop.broken = lost
         raise
     finally:
         done.set()
+        thread.join(JOIN_S)
 
 
 def end_local(before: Collection[psutil.Process]) -> None:

@@ -16,6 +16,7 @@ from types import FrameType
 from relax_train.settings.checkpoint import ROLLOUT_ID
 
 from relax_cli.cluster.ray_cluster import cluster_gpus, connected
+from relax_cli.cluster.ray_watch import RayLost
 from relax_cli.cluster.slots import slots_needed
 from relax_cli.cluster.waits import StopFlag, StopRequested
 from relax_cli.config.export import to_toml
@@ -68,17 +69,21 @@ def run(config: RunConfig) -> int:
             if stop.requested:  # whoever signals us may have signalled our processes too
                 progress.note(f"stopped by request; what was running ended with {explanation(error)}")
                 return 128 + (stop.signal_number or 0)
-            _explain(stop.broken or error, config, outcome, progress)
+            if stop.broken is None:  # else it was said at once
+                _explain(error, config, outcome, progress)
             return 1
     return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
 
 
 def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag, outcome: Outcome) -> None:
+    def tell(lost: RayLost) -> None:
+        _explain(lost, config, outcome, progress)
+
     ray_logs = config.run_dir / "logs" / "ray"
     # Each slot of the run is one of Ray's CPUs; a few more let Ray's own tasks run beside them.
     slots = 0 if config.placement is None else slots_needed(config.placement) + 2
     address, cpus = config.cluster.ray_address, max(8, slots)
-    with connected(address, min_cpus=cpus, note=progress.note, stop=stop, logs=ray_logs):
+    with connected(address, min_cpus=cpus, note=progress.note, stop=stop, tell=tell, logs=ray_logs):
         config = fit(config, cluster_gpus())
         shape = config.placement
         assert shape is not None, "fit() knows the cluster"

@@ -245,28 +245,30 @@ class WorkerGroups:
         """Ends every actor and every process below it. Never raises, and never takes long."""
         import ray
 
+        remove_engine_key(self.config.run_dir)
+        if self._stop.broken:  # any call of Ray may end this process; who ends Ray ends the actors
+            return
         try:
             goodbyes: list[Any] = []
             goodbyes += self._trainers.close() if self._trainers is not None else []
             goodbyes += self._rollout.close() if self._rollout is not None else []
             goodbyes += self._engines.stop() if self._engines is not None else []
             if goodbyes:
-                patience = STOP_DEADLINE_S if self._started and not self._stop.broken else ABANDON_DEADLINE_S
+                patience = STOP_DEADLINE_S if self._started else ABANDON_DEADLINE_S
                 ray.wait(goodbyes, num_returns=len(goodbyes), timeout=self._stop.left(patience))
         except Exception:  # Ray itself may be gone; what follows still has to run
             log.exception("while stopping")
-        for actor in [] if self._stop.broken else reversed(self._actors):  # Ray would not answer
+        for actor in reversed(self._actors):
             try:
                 actor.kill()
             except Exception:
                 log.exception("while ending %s", actor.handle)
-        if self._placement_group is not None and not self._stop.broken:
+        if self._placement_group is not None:
             from ray.util.placement_group import remove_placement_group
 
             try:
                 remove_placement_group(self._placement_group)
             except Exception:
                 log.exception("while freeing the placement group")
-        remove_engine_key(self.config.run_dir)
         self._rollout = self._engines = self._trainers = self._placement_group = None
         self._actors = []

@@ -53,7 +53,7 @@ def test_raylet_and_gcs_are_killed_and_every_prompt_is_trained_once(
         victim_process.kill()
         assert run.finish() == 1, run.output
         said = run.output.partition("FAILED")[2]
-        assert f"RayLost: Ray's process {victim} (pid {victim_process.pid}) has ended, killed (SIGKILL)" in said
+        assert f"RayLost: Ray's process {victim} (pid {victim_process.pid}) has ended" in said
         assert re.search(r"the checkpoint of rollout \d+ in \S+ is whole; to go on from there", said), said
         assert f"--load {checkpoints}" in said
         assert "Traceback" not in run.output

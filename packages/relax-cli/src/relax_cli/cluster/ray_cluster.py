@@ -67,6 +67,8 @@ def connected(
     # its name says).
     if address is None:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        # A driver that cannot reach its raylet ends without a word when this process is dead: so let it be the driver.
+        os.environ.setdefault("RAY_RAYLET_PID", str(os.getpid()))
         if "ray" not in sys.modules:  # it reads the token once
             # Ray would write one token for all times into the home folder, where the umask may let others read it.
             os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)

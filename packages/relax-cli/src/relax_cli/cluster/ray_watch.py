@@ -24,7 +24,8 @@ from relax_rollout.engines.sglang.process import SUPERVISOR
 
 from relax_cli.cluster.waits import StopFlag
 
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 0.02
+"""Often: the next call that writes to a dead raylet may end this process. Two small files of /proc are read."""
 ASK_EVERY_S = 2.0
 """A cluster that was joined is asked over the network."""
 UNWIND_S = 25.0

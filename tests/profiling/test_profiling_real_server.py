@@ -111,7 +111,7 @@ def test_fewer_forwards_than_asked_for_do_not_reach_into_the_next_rollout(url: s
 @pytest.mark.parametrize("num_steps", [2, -1])
 def test_by_stage(url: str, tmp_path: Path, num_steps: int) -> None:
     profiler = RolloutProfiler(
-        settings(sglang_profile_by_stage=True, sglang_profile_num_steps=num_steps), [url], tmp_path
+        settings(sglang_profile_by_stage=True, sglang_profile_num_steps=num_steps), [url], tmp_path, api_key=KEY
     )
     with profiler.rollout(0) as rollout:
         generate(url, 8)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cli.test_e2e_loop import documented_metrics
-from cli.test_e2e_losses import gated, is_server, kill_in_mid_response
+from cli.test_e2e_losses import gated, kill_in_mid_response
 from engine_gate import Gate
 from relax_data.prompts.saved_groups import SAMPLES_FILE, read_arrays
 
@@ -149,7 +149,7 @@ def test_its_only_engine_is_killed_and_comes_back(task: Any, relax: Callable[...
         ),
     )
     run.wait_for(lambda: len(run.steps()) >= 1, "first step")
-    kill_in_mid_response(run, gate, is_server)
+    kill_in_mid_response(run, gate, run.find_server)
     assert run.finish() == 0, run.output
     assert "restarting it, 1 of 3" in run.output
     assert "engine0 joined with the weights of version" in run.output

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from engine_gate import underway
-from relax_rollout.engines.base import EngineAddress
 from relax_rollout.engines.pool import EnginePool
 from relax_rollout.engines.sglang.client import SGLangEngine
 from relax_rollout.loop.producer import Producer
@@ -24,7 +23,7 @@ async def test_every_token_is_of_the_weights_that_its_version_names(
     sglang_server: Any, make_source: Any, tokenizer: Any
 ) -> None:
     """Two pushes meet eight responses in the middle; their log-probs are those of the recorded weights."""
-    address = EngineAddress("engine0", sglang_server.url, str(sglang_server.log_path))
+    address = sglang_server.address
     pool = EnginePool([SGLangEngine.at(address)])
     settings = RolloutSettings(
         rollout_batch_size=GROUPS,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_gate import Gate
+from engine_gate import KEY, Gate
 from relax_data.types import Sample, SampleStatus
 from relax_data.weights import Bucket
 from relax_rollout.engines.base import GenerateRequest, GenerateResult
@@ -49,7 +49,7 @@ class InterruptedEngine(SGLangEngine):
     """
 
     def __init__(self, url: str, *, gate: Gate, long: Sequence[int], seams: Sequence[int]) -> None:
-        super().__init__(url, name="engine0")
+        super().__init__(url, key=KEY, name="engine0")
         self._gate, self._long, self._wanted = gate, list(long), list(seams)
         self._other_answered, self._other_may_go = asyncio.Event(), asyncio.Event()
         self.seams: list[int] = []
@@ -104,7 +104,7 @@ def model(tiny_model: Path) -> Any:
 @pytest.fixture
 async def server(sglang_server: Any, model: Any, tiny: Any) -> AsyncIterator[Any]:
     """The server with the weights of ``model``; afterwards with those it started with."""
-    engine = SGLangEngine(sglang_server.url, name="engine0", log_path=sglang_server.log_path)
+    engine = SGLangEngine(sglang_server.url, key=KEY, name="engine0", log_path=sglang_server.log_path)
 
     async def load(weights: Any, version: int) -> None:
         sent = [(name, tensor) for name, tensor in weights.state_dict().items() if name != "lm_head.weight"]
@@ -158,7 +158,7 @@ class Responses:
         raise AssertionError("no rollout returned the response")
 
     async def whole(self, text: str, **options: Any) -> Sample:
-        sample, _ = await self._rollouts(SGLangEngine(self.server.url, name="engine0"), text, 1, **options)
+        sample, _ = await self._rollouts(SGLangEngine(self.server.url, key=KEY, name="engine0"), text, 1, **options)
         assert sample.aborted_count == 0
         return sample
 

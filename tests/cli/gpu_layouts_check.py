@@ -29,6 +29,8 @@ MEAN_LIMIT = 0.015 if GPU else 1e-5
 ENGINE_OF_2 = ["--rollout-num-gpus-per-engine", "2"] if GPU else []
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
+ASYNC = ["--fully-async", "--max-staleness", "0"]
+"""Half of the GPUs train, the others generate; without staleness, for the log-probs of older samples differ anyway."""
 LAYOUTS: dict[str, tuple[str, int, list[str]]] = {
     "one": ("dense", 1, []),
     "dp2": ("dense", 2, ["--balance-data"]),
@@ -36,8 +38,10 @@ LAYOUTS: dict[str, tuple[str, int, list[str]]] = {
     "pp2": ("dense", 2, PP2),
     "cp2": ("dense", 2, ["--context-parallel-size", "2"]),
     "ep2": ("moe", 2, ["--expert-model-parallel-size", "2"]),
+    "async-1+1": ("dense", 2, ASYNC),
     "tp2-ep2": ("moe", 2, [*TP2, "--expert-model-parallel-size", "2"]),
     "tp2-dp2": ("dense", 4, [*TP2, *ENGINE_OF_2]),
+    "async-tp2+2": ("dense", 4, [*ASYNC, *TP2, *ENGINE_OF_2]),
     "ep4": ("moe", 4, ["--expert-model-parallel-size", "4"]),
     "tp2-pp2-dp2": ("dense", 8, [*TP2, *PP2]),
 }
@@ -82,8 +86,11 @@ def make_model(kind: str, folder: Path) -> None:
 
 
 def words(name: str, folder: Path, rollouts: int) -> list[str]:
-    kind, ranks, placement = LAYOUTS[name]
+    kind, gpus, placement = LAYOUTS[name]
     tokens = 256 if GPU else 8
+    split = "--fully-async" in placement
+    ranks = gpus // 2 if split else gpus
+    where = ["--actor-num-gpus-per-node", str(ranks), *(["--rollout-num-gpus", str(gpus - ranks)] if split else [])]
     return [
         *("--hf-checkpoint", str(folder / kind), "--prompt-data", str(folder / "prompts.jsonl")),
         *("--apply-chat-template", "--custom-rm-path", "digits_reward:reward"),
@@ -91,7 +98,8 @@ def words(name: str, folder: Path, rollouts: int) -> list[str]:
         *("--rollout-max-response-len", str(tokens), "--rollout-max-context-len", "1024"),
         *("--num-rollout", str(rollouts), "--lr", "1e-5", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"),
         *("--save", str(folder / f"checkpoints-{name}"), "--load", str(folder / f"checkpoints-{name}")),
-        *("--colocate", *(["--actor-num-gpus-per-node", str(ranks)] if GPU else [])),
+        *([] if split else ["--colocate"]),
+        *(where if GPU else []),
         *(["--sglang-attention-backend", "triton", "--sglang-mem-fraction-static", "0.5"] if GPU else []),
         *placement,
     ]
@@ -125,7 +133,7 @@ def run(name: str, folder: Path, rollouts: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=LAYOUTS)
-    parser.add_argument("--gpus", type=int, help="only the layouts of this many ranks; default: all that fit")
+    parser.add_argument("--gpus", type=int, help="only the layouts of this many GPUs; default: all that fit")
     parser.add_argument("--out", type=Path, help="keep models, logs and metrics here")
     parser.add_argument("--rollouts", type=int, default=3)
     arguments = parser.parse_args()

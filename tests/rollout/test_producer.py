@@ -12,7 +12,7 @@ from relax_data.prompts.ledger import PromptState
 from relax_data.types import Sample, SampleGroup
 from relax_rollout.engines.base import GenerateRequest
 from relax_rollout.engines.pool import EnginePool
-from relax_rollout.engines.usage import EngineUsage, UsageShares
+from relax_rollout.engines.usage import EngineUsage
 from relax_rollout.loop.producer import Producer
 from relax_rollout.loop.rollout_loop import RolloutLoop
 from relax_rollout.settings import RolloutSettings
@@ -323,9 +323,10 @@ def test_usage_counts_every_pause_of_a_step() -> None:
     at(8.0)
     usage.ended("a")
     at(10.0)
-    shares = usage.take()
-    assert shares["a"] == UsageShares(busy=0.55, idle=0.3, paused=0.15, running=0.85)
-    assert shares["b"] == UsageShares(busy=0.0, idle=0.85, paused=0.15, running=0.0)
+    times = usage.take()
+    assert [times["a"].share(state) for state in ("busy", "idle", "paused")] == [0.55, 0.3, 0.15]
+    assert [times["b"].share(state) for state in ("busy", "idle", "paused")] == [0.0, 0.85, 0.15]
+    assert (times["a"].running, times["b"].running) == (0.85, 0.0)
     assert usage.take() == {}
 
 

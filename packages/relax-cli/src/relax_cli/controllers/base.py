@@ -38,17 +38,26 @@ if TYPE_CHECKING:
     from relax_cli.cluster.waits import StopFlag
     from relax_cli.config.run_config import RunConfig
     from relax_cli.run.progress import Progress
+    from relax_cli.run.timeline import TimelineFile
     from relax_cli.run.tracking import Histograms, Trackers
     from relax_cli.workers.group import WorkerGroups
     from relax_cli.workers.references import RowReference
+    from relax_cli.workers.rollout import RolloutOutput
 
 
 class PhaseTimer:
-    """Wall time of the phases of one step, seconds."""
+    """Wall time of the phases of one step, seconds.
+
+    Attributes:
+        seconds: of each phase.
+        created: when the timer was made, seconds of ``time.perf_counter()``.
+        spans: name, begin and end of what took place, in the same seconds.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._start = time.perf_counter()
+        self.spans: list[tuple[str, float, float]] = []
+        self._start = self.created = time.perf_counter()
         self._stopped: float | None = None
 
     def stop(self) -> None:
@@ -68,7 +77,18 @@ class PhaseTimer:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            end = time.perf_counter()
+            self.spans.append((name, start, end))
+            self.seconds[name] = self.seconds.get(name, 0.0) + end - start
+
+    @contextlib.contextmanager
+    def beside(self, name: str) -> Iterator[None]:
+        """Notes when something took place that is not counted as a part of the step."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spans.append((name, start, time.perf_counter()))
 
     def total(self) -> float:
         """Seconds since the step began, without those in which the clock was held."""
@@ -99,6 +119,7 @@ class Controller(abc.ABC):
         progress: "Progress",
         stop: "StopFlag",
         outcome: Outcome | None = None,
+        timeline: "TimelineFile | None" = None,
     ) -> None:
         """Takes what it works with.
 
@@ -109,9 +130,10 @@ class Controller(abc.ABC):
             progress: takes lines for the user.
             stop: ends the run between two steps.
             outcome: filled in as the run goes on, so that the caller has it also when the run is interrupted.
+            timeline: takes the phases of each step with what the engines did.
         """
         self.config, self.workers, self.trackers = config, workers, trackers
-        self.progress, self.stop = progress, stop
+        self.progress, self.stop, self._timeline = progress, stop, timeline
         self.outcome = Outcome() if outcome is None else outcome
         self._timer = PhaseTimer()
         """Of the step to come: it holds what was done for it since the line of the one before."""
@@ -212,11 +234,17 @@ class Controller(abc.ABC):
         scalars: dict[str, float],
         timer: PhaseTimer,
         *,
-        histograms: "Histograms | None" = None,
+        output: "RolloutOutput",
         trained: bool = True,
     ) -> None:
-        """Writes the metrics of a step, and then what follows a step that has trained: checkpoint and weights."""
-        self._report(rollout_id, scalars, timer, histograms)
+        """Writes the metrics of a step, and then what follows a step that has trained: checkpoint and weights.
+
+        Args:
+            output: the rollout that the step trained on.
+        """
+        self._report(rollout_id, scalars, timer, output.histograms)
+        if self._timeline is not None:
+            self._timeline.write(rollout_id, timer, output.usage)
         self._timer = PhaseTimer()
         if trained:
             self._after_training(rollout_id, self._timer)
@@ -279,7 +307,9 @@ class Controller(abc.ABC):
 
     def _evaluate(self, rollout_id: int) -> None:
         version = 0 if self.config.debug.debug_rollout_only else rollout_id
-        self._note_evaluation(rollout_id, self.workers.rollout.evaluate(version))
+        with self._timer.beside("eval"):
+            scalars = self.workers.rollout.evaluate(version)
+        self._note_evaluation(rollout_id, scalars)
 
     def _note_evaluation(self, rollout_id: int, scalars: dict[str, float]) -> None:
         self.trackers.log(scalars, rollout_id)

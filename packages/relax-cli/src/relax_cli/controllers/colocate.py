@@ -76,7 +76,7 @@ class ColocateController(Controller):
         if output.manifest is not None:
             scalars |= self._train(output.manifest, self._rows(rollout_id), timer)
         trained = output.manifest is not None
-        self._end_step(rollout_id, scalars, timer, histograms=output.histograms, trained=trained)
+        self._end_step(rollout_id, scalars, timer, output=output, trained=trained)
         return True
 
     def _generate(self, rollout_id: int, timer: PhaseTimer) -> RolloutOutput:

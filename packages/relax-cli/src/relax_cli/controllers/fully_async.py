@@ -70,7 +70,7 @@ class FullyAsyncController(Controller):
         rollout.settle(rollout_id)
         idle = sum(timer.seconds.get(name, 0.0) for name in ("wait_for_rollout", "wait_for_eval", "pause"))
         scalars["async/trainer_idle_share"] = idle / timer.total()
-        self._end_step(rollout_id, scalars, timer, histograms=output.histograms)
+        self._end_step(rollout_id, scalars, timer, output=output)
         return True
 
     def _next_samples(self, rollout_id: int, timer: PhaseTimer) -> "RolloutOutput":
@@ -143,7 +143,8 @@ class FullyAsyncController(Controller):
         self.workers.rollout.start_evaluation(rollout_id)
         self._evaluating = self._evaluated = rollout_id
         if rollout_id == self.outcome.first_rollout:
-            self._finish_evaluation()
+            with self._timer.beside("eval"):
+                self._finish_evaluation()
 
     def _finish_evaluation(self) -> None:
         """Waits for the evaluation that runs, if one does."""

@@ -1,15 +1,15 @@
 """The folder of a run: one run, one folder, however often it is started; no start loses what an earlier one wrote.
 
-Logs, ``metrics.jsonl`` and TensorBoard's files are appended to. ``config.toml`` and ``summary.json`` belong to one
-start: those of earlier starts are kept as ``config.1.toml``, ``summary.1.json``, ``config.2.toml``, ...
+Logs, ``metrics.jsonl``, ``timeline.jsonl`` and TensorBoard's files are appended to. ``config.toml`` and
+``summary.json`` belong to one start: those of earlier starts are kept as ``config.1.toml``, ``summary.1.json``, ``config.2.toml``, ...
 """
 
 import contextlib
 import os
-import secrets
 from pathlib import Path
 
 METRICS = "metrics.jsonl"
+TIMELINE = "timeline.jsonl"
 ENGINE_KEY = "engine_key"
 """File with the key of the engines, while they run. Only the user who started the run can read it."""
 _OF_ONE_START = ("config.toml", "summary.json")
@@ -21,6 +21,15 @@ def holds_a_run(folder: Path) -> bool:
         return (folder / METRICS).stat().st_size > 0
     except OSError:
         return False
+
+
+def ends_a_line(path: Path) -> bool:
+    """Whether a file of lines is empty or ends with a whole one; a kill may have cut the last one short."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def prepare(folder: Path, config_text: str) -> None:

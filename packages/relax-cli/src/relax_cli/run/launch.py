@@ -26,6 +26,7 @@ from relax_cli.controllers.base import Outcome
 from relax_cli.controllers.modes import CONTROLLERS
 from relax_cli.run import folder as run_folder
 from relax_cli.run.progress import Progress, plot_reward, shown_phases
+from relax_cli.run.timeline import TimelineFile, setup_of
 from relax_cli.run.tracking import JsonLinesTracker, TensorBoardTracker, Tracker, Trackers, WandbTracker, read_metrics
 from relax_cli.workers.group import WorkerGroups
 
@@ -95,7 +96,8 @@ def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag, outcome: 
                 workers.start()
                 stop.stepping = True
                 controller = CONTROLLERS[config.cluster.mode]
-                controller(config, workers, trackers, progress, stop, outcome).run()
+                timeline = TimelineFile(config.run_dir / run_folder.TIMELINE, setup_of(config), progress.note)
+                controller(config, workers, trackers, progress, stop, outcome, timeline).run()
             finally:
                 workers.close()
 

@@ -7,12 +7,13 @@ is thrown away, so that each step has one value of each metric, that of the run 
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
+
+from relax_cli.run.folder import ends_a_line
 
 Histograms = Mapping[str, Mapping[int, int]]
 """By name: how often each value occurred among the samples of a step."""
@@ -40,7 +41,7 @@ class JsonLinesTracker:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._file = path, path.open("a", encoding="utf-8")
         self._continues = path.stat().st_size > 0
-        if not _ends_a_line(path):  # an earlier start was killed while it wrote
+        if not ends_a_line(path):  # an earlier start was killed while it wrote
             self._file.write("\n")
             self._file.flush()
 
@@ -187,14 +188,6 @@ class Trackers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for tracker in self._trackers:
             tracker.close()
-
-
-def _ends_a_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return True
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b"\n"
 
 
 def _row(line: str | bytes) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from relax_profiling.recorders.sglang import RolloutProfiler
     from relax_rollout.engines.base import Engine, EngineAddress, MemoryTag
     from relax_rollout.engines.pool import EngineReport
+    from relax_rollout.engines.usage import EngineTime
     from relax_rollout.loop.context import RolloutProgress
     from relax_rollout.loop.producer import Producer
     from relax_rollout.loop.rollout_loop import RolloutResult
@@ -38,6 +39,7 @@ class RolloutOutput:
         metrics: see :mod:`relax_rollout.loop.metrics`.
         saving_s: seconds of the call that went into ``--save-debug-rollout-data``.
         histograms: how often each value occurred among the samples, by name.
+        usage: what each engine did since the rollout before, by its name.
     """
 
     groups: int
@@ -45,6 +47,7 @@ class RolloutOutput:
     metrics: dict[str, float]
     saving_s: float = 0.0
     histograms: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
+    usage: "dict[str, EngineTime]" = dataclasses.field(default_factory=dict)
 
 
 class RolloutActor:
@@ -151,6 +154,7 @@ class RolloutActor:
         self._rows = None
         async with self._profiled(rollout_id):
             result = await self._loop.generate(rollout_id, version)
+        result.usage = self._engines.usage.take()
         return self._keep(rollout_id, result, save_to)
 
     def _keep(self, rollout_id: int, result: "RolloutResult", save_to: Path | None) -> RolloutOutput:
@@ -161,7 +165,7 @@ class RolloutActor:
         if groups and not self._config.debug.debug_rollout_only:
             self._rows = TrainBatch.from_groups(groups, rollout_id)
         manifest = StepManifest.of(self._rows) if self._rows is not None else None
-        return RolloutOutput(len(groups), manifest, result.metrics, saving_s, result.histograms)
+        return RolloutOutput(len(groups), manifest, result.metrics, saving_s, result.histograms, result.usage)
 
     # ------------------------------------------------------------------ generation in the background (fully async)
 

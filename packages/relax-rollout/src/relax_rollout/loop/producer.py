@@ -13,6 +13,7 @@ what all engines in use serve, ``step`` the training step that is closed next.
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from relax_data.prompts.ledger import PromptState
@@ -20,6 +21,7 @@ from relax_data.types import SampleGroup, WeightVersion
 
 from relax_rollout.engines.pool import EnginePool
 from relax_rollout.engines.router import EngineRouter
+from relax_rollout.engines.usage import EngineTime
 from relax_rollout.loop.context import RolloutContext
 from relax_rollout.loop.rollout_loop import RolloutLoop, RolloutResult
 from relax_rollout.loop.runner import InflightGroups
@@ -134,7 +136,8 @@ class Producer:
         loop.ledger.assign(ids)
         rollout.forget(ids)
         result = loop.result(rollout, groups, step, self._router, self._timer.lap())
-        result.metrics |= self._metrics(running)
+        result.usage = self._pool.usage.take()
+        result.metrics |= self._metrics(running, result.usage)
         self._router.tokens = rollout.runner.restarted = 0
         rollout.runner.context.kept_tokens = rollout.runner.context.reprefilled_tokens = 0
         rollout.full_since, rollout.waits_for = None, ""
@@ -142,7 +145,7 @@ class Producer:
         self._wake.set()
         return result
 
-    def _metrics(self, running: InflightGroups) -> dict[str, float]:
+    def _metrics(self, running: InflightGroups, usage: Mapping[str, EngineTime]) -> dict[str, float]:
         """What is open after a step was closed, and what the engines did since the one before."""
         ledger = self._loop.ledger
         resumed = sum(any(s.tokens and not s.status.finished for s in g.samples) for g in running.groups)
@@ -152,14 +155,13 @@ class Producer:
             "async/running_groups": float(len(running)),
             "async/interrupted_groups": float(resumed),
         }
-        shares = self._pool.usage.take()
-        for kind, name in (
-            ("busy", "engine_busy_share"),
-            ("idle", "engine_idle_share"),
-            ("paused", "engine_paused_share"),
-            ("running", "running_requests_mean"),
-        ):
-            values = {engine: float(getattr(share, kind)) for engine, share in shares.items()}
+        shares: dict[str, dict[str, float]] = {
+            "engine_busy_share": {engine: spent.share("busy") for engine, spent in usage.items()},
+            "engine_idle_share": {engine: spent.share("idle") for engine, spent in usage.items()},
+            "engine_paused_share": {engine: spent.share("paused") for engine, spent in usage.items()},
+            "running_requests_mean": {engine: spent.running for engine, spent in usage.items()},
+        }
+        for name, values in shares.items():
             if values:
                 metrics[f"async/{name}"] = sum(values.values()) / len(values)
             if len(values) > 1:

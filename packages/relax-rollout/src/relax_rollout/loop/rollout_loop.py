@@ -18,6 +18,7 @@ from relax_rollout.concurrency import UserFunctionError, guarded
 from relax_rollout.engines.base import Engine
 from relax_rollout.engines.pool import EnginePool
 from relax_rollout.engines.router import EngineRouter
+from relax_rollout.engines.usage import EngineTime
 from relax_rollout.filters import GroupFilter, load_filter
 from relax_rollout.generation import seam
 from relax_rollout.generation.generate import GenerationContext, load_generate_function, sampling_params
@@ -55,12 +56,14 @@ class RolloutResult:
         metrics: see :mod:`relax_rollout.loop.metrics`.
         dropped: prompts that were dropped since the last rollout was returned.
         histograms: see :func:`relax_rollout.loop.metrics.sample_histograms`.
+        usage: what each engine did since the rollout before, by its name; empty where nobody asked.
     """
 
     groups: list[SampleGroup]
     metrics: dict[str, float]
     dropped: list[DroppedPrompt]
     histograms: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
+    usage: dict[str, EngineTime] = dataclasses.field(default_factory=dict)
 
 
 class RolloutLoop:

@@ -61,7 +61,9 @@ def build_parser(program: str = "relax-profile") -> argparse.ArgumentParser:
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``report``, for a command line that offers it under a name of its own; see :func:`report`."""
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="run folder (traces/NAME) or single files")
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATH", help="run folder (traces/NAME, runs/NAME) or single files"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML page")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
@@ -119,7 +121,7 @@ def report(arguments: argparse.Namespace) -> int:
         from relax_profiling.report.text import to_text
 
         print(to_text(built), end="")
-    return 0 if built.traces or built.memory else 1
+    return 0 if built.traces or built.memory or built.timelines else 1
 
 
 def _json(data: dict[str, Any]) -> str:

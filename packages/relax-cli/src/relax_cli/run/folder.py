@@ -1,11 +1,13 @@
 """The folder of a run: one run, one folder, however often it is started; no start loses what an earlier one wrote.
 
 Logs, ``metrics.jsonl``, ``timeline.jsonl`` and TensorBoard's files are appended to. ``config.toml`` and
-``summary.json`` belong to one start: those of earlier starts are kept as ``config.1.toml``, ``summary.1.json``, ``config.2.toml``, ...
+``summary.json`` belong to one start: those of earlier starts are kept as ``config.1.toml``, ``summary.1.json``,
+``config.2.toml``, ...
 """
 
 import contextlib
 import os
+import secrets
 from pathlib import Path
 
 METRICS = "metrics.jsonl"

@@ -12,9 +12,12 @@ from relax_profiling.analysis.top import top_kernels, top_operators
 from relax_profiling.report.advice import find_advice
 from relax_profiling.report.find_files import FoundFile, find_files
 from relax_profiling.report.model import MemoryReport, Report, TraceReport
+from relax_profiling.report.step_advice import step_advice
 from relax_profiling.snapshot.analyse import DeviceMemory, analyse_snapshot, growth
 from relax_profiling.snapshot.memray_file import read_memray
 from relax_profiling.snapshot.unpickle import NotASnapshot, load_snapshot
+from relax_profiling.timeline.read import FILE, read_timeline, run_folders
+from relax_profiling.timeline.shares import Timeline
 from relax_profiling.trace.flops import peak_tflops
 from relax_profiling.trace.load import GpuColumns, Trace, collector_paused, load_trace
 from relax_profiling.trace.reader import NotATrace
@@ -32,13 +35,35 @@ def build_report(paths: Sequence[Path], *, peak: float | None = None) -> Report:
         peak: dense peak of the GPU in TFLOP/s, in place of the table's.
     """
     found, problems = find_files(paths)
-    if not found and not problems:
-        problems.append(f"no traces and no memory recordings under {', '.join(map(str, paths))}")
+    timelines = _read_timelines(paths, problems)
+    if not found and not timelines and not problems:
+        problems.append(f"no traces, memory recordings and runs under {', '.join(map(str, paths))}")
     with collector_paused():
         traces = _read_traces([f for f in found if f.role in ("train", "engine", "trace")], peak, problems)
     memory = _read_memory([f for f in found if f.role in ("snapshot", "memray")], problems)
-    findings = find_advice(traces, memory)
-    return Report([str(p) for p in paths], traces, memory, findings, problems)
+    findings = step_advice(timelines) + find_advice(traces, memory)
+    return Report([str(p) for p in paths], traces, memory, findings, problems, timelines)
+
+
+def _read_timelines(paths: Sequence[Path], problems: list[str]) -> list[Timeline]:
+    timelines: list[Timeline] = []
+    for path in paths:
+        try:
+            for folder in run_folders(path):
+                file = folder / FILE
+                if not file.is_file():
+                    problems.append(
+                        f"{folder}: no {FILE} in it, so there is no timeline of trainer and engines; relax train "
+                        "writes it with the first step that ends"
+                    )
+                    continue
+                steps, said = read_timeline(file)
+                problems += said
+                if steps:
+                    timelines.append(Timeline(str(file), steps))
+        except OSError as e:
+            problems.append(f"{path}: {e.strerror or e}")
+    return timelines
 
 
 def _read_traces(files: list[FoundFile], peak: float | None, problems: list[str]) -> list[TraceReport]:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from relax_profiling.recorders.trace_files import MEMORY_DIR, SGLANG_DIR, TRAIN_DIR, RankTag
+from relax_profiling.timeline.read import FILE as TIMELINE
+from relax_profiling.timeline.read import run_folders
 
 Role = Literal["train", "engine", "trace", "snapshot", "memray"]
 
@@ -53,6 +55,8 @@ def find_files(roots: Sequence[Path]) -> tuple[list[FoundFile], list[str]]:
 def _find_under(root: Path, found: list[FoundFile], problems: list[str]) -> None:
     if root.is_file():
         file = describe(root)
+        if file is None and root.name == TIMELINE:
+            return
         if file is None:
             problems.append(
                 f"{root}: neither a trace (.json, .json.gz) nor a memory recording (.pickle, .pickle.gz, .bin)"
@@ -60,12 +64,14 @@ def _find_under(root: Path, found: list[FoundFile], problems: list[str]) -> None
         else:
             found.append(file)
     elif root.is_dir():
+        runs = set(run_folders(root))
         for path in sorted(root.rglob("*")):
             if path.name.startswith(".") and path.name.endswith(".partial"):
                 problems.append(f"{path}: left behind by a recording that did not end; not read")
             hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
             file = describe(path) if not hidden and path.is_file() else None
-            if file is not None:
+            # A run writes JSON of its own (its summary), which is no trace.
+            if file is not None and not (file.role == "trace" and runs.intersection(path.parents)):
                 found.append(file)
     elif root.exists():
         problems.append(f"{root}: no regular file (a pipe, socket or device)")

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from relax_profiling.analysis.breakdown import IDLE_CAUSES
 from relax_profiling.analysis.top import TopEntry
 from relax_profiling.report.model import Finding, MemoryReport, Report, TraceReport
+from relax_profiling.report.step_drawing import draw
 from relax_profiling.report.style import page, table, text
 from relax_profiling.report.text import milliseconds, size, trace_title
 from relax_profiling.report.timeline import timeline
@@ -26,6 +27,8 @@ def to_html(report: Report) -> str:
         body.append(f'<div class="grid">{"".join(map(_finding, report.findings))}</div>')
     else:
         body.append('<p class="soft">No rule found something to change.</p>')
+    if report.timelines:
+        body.append(f"<h2>Timeline</h2>{''.join(map(draw, report.timelines))}")
     for role, title in (("train", "Training"), ("engine", "Engines")):
         chosen = [t for t in report.traces if t.role == role]
         if chosen:

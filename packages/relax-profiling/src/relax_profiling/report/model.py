@@ -9,6 +9,7 @@ from relax_profiling.analysis.ranks import RankWaits
 from relax_profiling.analysis.stages import Stage
 from relax_profiling.analysis.top import TopEntry
 from relax_profiling.snapshot.analyse import DeviceMemory, Growth, Holder
+from relax_profiling.timeline.shares import Timeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,17 +88,33 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All of it. ``problems`` name the files that could not be read, in whole or in part, and why."""
+    """All of it.
+
+    Attributes:
+        problems: name the files that could not be read, in whole or in part, and why.
+        timelines: of runs, by what the trainer and the engines did in each step.
+    """
 
     sources: list[str]
     traces: list[TraceReport]
     memory: list[MemoryReport]
     findings: list[Finding]
     problems: list[str]
+    timelines: list[Timeline] = dataclasses.field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data; the curves of memory over time are left to the HTML page."""
-        data = dataclasses.asdict(self)
+        """The report as plain data; the curves of memory and the intervals of steps are left to the HTML page."""
+        data = dataclasses.asdict(dataclasses.replace(self, timelines=[]))
+        data["timelines"] = [
+            {
+                "file": timeline.file,
+                "steps": len(timeline.steps),
+                "judged": [timeline.judged[0].step, timeline.judged[-1].step],
+                "trainer": timeline.trainer,
+                "engines": {name: dataclasses.asdict(shares) for name, shares in timeline.engines.items()},
+            }
+            for timeline in self.timelines
+        ]
         for memory in data["memory"]:
             for device in memory["devices"]:
                 del device["times"], device["curve"]

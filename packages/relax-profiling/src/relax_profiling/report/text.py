@@ -2,6 +2,7 @@
 
 from relax_profiling.analysis.breakdown import IDLE_CAUSES
 from relax_profiling.report.model import MemoryReport, Report, TraceReport
+from relax_profiling.timeline.shares import Timeline
 
 _MIB = 2**20
 
@@ -16,6 +17,8 @@ def to_text(report: Report) -> str:
             lines.append(f"    {f.figure}")
             lines.append(f"    -> {f.advice}: {', '.join(f.flags)}")
         lines.append("")
+    if report.timelines:
+        lines += ["Timeline", *(line for t in report.timelines for line in _timeline(t)), ""]
     for role, title in (("train", "Training"), ("engine", "Engines")):
         chosen = [t for t in report.traces if t.role == role]
         if chosen:
@@ -24,7 +27,7 @@ def to_text(report: Report) -> str:
         lines += ["Memory", *(line for m in report.memory for line in _memory(m)), ""]
     if report.problems:
         lines += ["Not read, or only in part", *(f"  {p}" for p in report.problems), ""]
-    if not report.findings and report.traces:
+    if not report.findings and (report.traces or report.timelines):
         lines.append("No rule found something to change.")
     return "\n".join(lines).rstrip() + "\n"
 
@@ -44,6 +47,17 @@ def size(count: float) -> str:
     if 0 < count < _MIB:
         return f"{count / 1024:.1f} KiB"
     return f"{count / _MIB:.1f} MiB" if count < 1024 * _MIB else f"{count / _MIB / 1024:.2f} GiB"
+
+
+def _timeline(t: Timeline) -> list[str]:
+    judged, setup = t.judged, t.setup
+    lines = [f"  {setup.mode}, steps {judged[0].step} to {judged[-1].step}  {t.file}"]
+    shares = "   ".join(f"{name} {share:.1%}" for name, share in t.trainer.items() if share >= 0.001)
+    lines.append(f"    trainer, {t.seconds / len(judged):.2f} s a step: {shares}")
+    for name, e in t.engines.items():
+        turn = f"   trainer's turn {e.resting:.1%}" if setup.mode == "colocate" else f"   paused {e.paused:.1%}"
+        lines.append(f"    {name}: busy {e.busy:.1%}   idle {e.idle:.1%}{turn}   {e.running:.1f} requests while busy")
+    return lines
 
 
 def _trace(t: TraceReport) -> list[str]:

@@ -1,0 +1,123 @@
+"""Who worked, waited and was paused: shares of the steps of a run, for the trainer and for each engine."""
+
+import dataclasses
+import functools
+import math
+
+from relax_profiling.analysis.intervals import intersection, total
+from relax_profiling.timeline.read import Setup, State, Step
+
+WAITS = ("wait_for_rollout", "wait_for_eval", "pause")
+"""Phases in which a trainer beside the engines waits; ``async/trainer_idle_share`` is their share."""
+PUSH = ("weight_update", "resume", "sleep_wake")
+"""Phases in which weights travel, or engines and trainer change places on their GPUs."""
+OUTSIDE = ("eval",)
+"""Phases that lie between two steps and are not among their seconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineShares:
+    """Shares of the time of one engine; ``busy``, ``idle``, ``paused`` and ``resting`` add up to 1.
+
+    Attributes:
+        busy: it had requests.
+        idle: it had none and could have had some.
+        paused: requests were held back for a push of weights.
+        resting: with colocate, the trainer's turn.
+        running: mean number of requests while busy.
+    """
+
+    busy: float
+    idle: float
+    paused: float
+    resting: float
+    running: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """The timeline of one run.
+
+    Attributes:
+        file: its path.
+        steps: all of them, rising.
+    """
+
+    file: str
+    steps: list[Step]
+
+    @property
+    def setup(self) -> Setup:
+        """That of the last step."""
+        return self.steps[-1].run
+
+    @functools.cached_property
+    def judged(self) -> list[Step]:
+        """The steps that shares and advice are of: those with the options of the last one.
+
+        The run's first, in which everything warms up, is left out if there are others.
+        """
+        alike = [step for step in self.steps if step.run == self.setup]
+        return [step for step in alike if step is not self.steps[0]] or alike
+
+    @property
+    def seconds(self) -> float:
+        """Of the judged steps, in all."""
+        return math.fsum(step.seconds for step in self.judged)
+
+    def mean(self, *phases: str) -> float:
+        """Mean seconds a step in the phases of these names."""
+        return math.fsum(step.spent(*phases) for step in self.judged) / len(self.judged)
+
+    @functools.cached_property
+    def trainer(self) -> dict[str, float]:
+        """Share of the steps by phase of the driver, the largest first; what is in no phase is ``other``."""
+        names = dict.fromkeys(name for step in self.judged for name, _, _ in step.phases if name not in OUTSIDE)
+        shares = {name: math.fsum(step.spent(name) for step in self.judged) / self.seconds for name in names}
+        shares["other"] = max(0.0, 1.0 - math.fsum(shares.values()))
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+    @property
+    def trainer_waits(self) -> float:
+        """Share of the steps in which the trainer waited, of a run with ``--fully-async``."""
+        return math.fsum(self.trainer.get(name, 0.0) for name in WAITS)
+
+    @functools.cached_property
+    def engines(self) -> dict[str, EngineShares]:
+        """The shares of each engine by its name."""
+        names = dict.fromkeys(name for step in self.judged for name in step.engines)
+        return {name: self._engine(name) for name in names}
+
+    @property
+    def engine_mean(self) -> EngineShares | None:
+        """The mean of all engines; None without engines."""
+        found = [dataclasses.astuple(shares) for shares in self.engines.values()]
+        return EngineShares(*(math.fsum(column) / len(found) for column in zip(*found, strict=True))) if found else None
+
+    def _engine(self, name: str) -> EngineShares:
+        parts = [(step, step.engines[name]) for step in self.judged if name in step.engines]
+        seconds: dict[State, float] = {
+            state: math.fsum(engine.seconds.get(state, 0.0) for _, engine in parts)
+            for state in ("busy", "idle", "paused")
+        }
+        requests = math.fsum(e.running.get("busy", 0.0) * e.seconds.get("busy", 0.0) for _, e in parts)
+        rest = math.fsum(trainers_turn(step, name) for step in (step for step, _ in parts))
+        whole = math.fsum(seconds.values())
+        return EngineShares(
+            busy=seconds["busy"] / whole,
+            idle=(seconds["idle"] - rest) / whole,
+            paused=seconds["paused"] / whole,
+            resting=rest / whole,
+            running=requests / seconds["busy"] if seconds["busy"] else 0.0,
+        )
+
+
+def trainers_turn(step: Step, name: str) -> float:
+    """Seconds in which an engine was idle because it was the trainer's turn; 0 unless they take turns."""
+    engine = step.engines[name]
+    if step.run.mode != "colocate":
+        return 0.0
+    idle = [(begin, end) for state, begin, end in engine.intervals if state == "idle"]
+    turns = sorted((begin, end) for phase, begin, end in step.phases if phase in ("generate", "eval"))
+    # The intervals are merged where they are short, so that their idle time is not exactly that of the seconds.
+    return max(0.0, engine.seconds.get("idle", 0.0) - total(intersection(idle, turns)))

@@ -45,7 +45,7 @@ def test_report_as_text(recorded_run: Path, capsys: pytest.CaptureFixture[str]) 
 def test_report_as_json(recorded_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(recorded_run), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert set(data) == {"sources", "traces", "memory", "findings", "problems"}
+    assert set(data) == {"sources", "traces", "memory", "findings", "problems", "timelines"}
     assert [t["role"] for t in data["traces"]].count("engine") == 2
     assert data["traces"][0]["breakdown"]["idle_causes"]
     assert "curve" not in data["memory"][0]["devices"][0]

@@ -244,7 +244,8 @@ class Controller(abc.ABC):
         """
         self._report(rollout_id, scalars, timer, output.histograms)
         if self._timeline is not None:
-            self._timeline.write(rollout_id, timer, output.usage)
+            seconds = scalars["time/step"]
+            self._timeline.write(rollout_id, timer.spans, output.usage, began=timer.created, seconds=seconds)
         self._timer = PhaseTimer()
         if trained:
             self._after_training(rollout_id, self._timer)

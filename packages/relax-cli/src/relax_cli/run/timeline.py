@@ -17,7 +17,7 @@ counts.
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from relax_rollout.engines.usage import EngineTime
 
     from relax_cli.config.run_config import RunConfig
-    from relax_cli.controllers.base import PhaseTimer
 
 
 class TimelineFile:
@@ -44,26 +43,36 @@ class TimelineFile:
         self._path, self._setup, self._note = path, dict(setup), note
         self._begun = self._broken = False
 
-    def write(self, step: int, timer: "PhaseTimer", usage: "Mapping[str, EngineTime]") -> None:
+    def write(
+        self,
+        step: int,
+        spans: Sequence[tuple[str, float, float]],
+        usage: "Mapping[str, EngineTime]",
+        *,
+        began: float,
+        seconds: float,
+    ) -> None:
         """Appends the line of a step that ends now.
 
         Args:
             step: rollout id.
-            timer: of the step.
+            spans: name, begin and end of the driver's phases, seconds of ``time.perf_counter()``.
             usage: what each engine did since the step before.
+            began: when the step began, of the same clock.
+            seconds: that count as the step.
         """
         if self._broken:
             return
         end = time.time()
         shift = end - time.perf_counter()  # a jump of the wall clock inside a step moves all of the step
-        start = timer.created + shift
+        start = began + shift
         line = {
             "step": step,
             "start": round(start, 3),
             "end": round(end - start, 3),
-            "seconds": round(timer.total(), 6),
+            "seconds": round(seconds, 6),
             "run": self._setup,
-            "phases": [[name, round(a + shift - start, 3), round(b + shift - start, 3)] for name, a, b in timer.spans],
+            "phases": [[name, round(a + shift - start, 3), round(b + shift - start, 3)] for name, a, b in spans],
             "engines": {name: _engine(spent, start) for name, spent in usage.items()},
         }
         try:

@@ -141,7 +141,7 @@ def tail(timeline: Timeline, engines: EngineShares) -> Iterable[Finding]:
     yield Finding(
         "engines wait in their turn",
         _where(timeline),
-        f"engines have no request for {share:.0%} of the {turn:.2f} s in which they generate: a step takes {step:.2f} s, "
+        f"engines have no request for {share:.0%} of the {turn:.2f} s of their turn: a step takes {step:.2f} s, "
         f"{turn:.2f} x (1 - {share:.2f}) + {rest:.2f} = {best:.2f} s without that",
         "start the next groups before the longest responses end, or train meanwhile on GPUs of its own",
         ("--partial-rollout", "--over-sampling-batch-size", "--max-staleness", "--fully-async"),

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import relax_profiling
 from cli.test_e2e_loop import documented_metrics
 from cli.test_e2e_losses import gated, kill_in_mid_response
 from engine_gate import Gate
 from relax_data.prompts.saved_groups import SAMPLES_FILE, read_arrays
+from relax_profiling.timeline.shares import WAITS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -64,6 +66,22 @@ def test_without_staleness_it_equals_colocate(task: Any, relax: Callable[..., An
 
 def evals(run: Any) -> list[tuple[int, float]]:
     return [(m["step"], m["eval/heldout/reward"]) for m in run.metrics() if "eval/heldout/reward" in m]
+
+
+def check_timeline(run: Any) -> None:
+    """The report shows every step, with the shares that the metrics have."""
+    report = relax_profiling.analyze(run.folder / "runs" / "run")
+    assert report.problems == []
+    (timeline,) = report.timelines
+    assert [step.step for step in timeline.steps] == [m["step"] for m in run.steps()]
+    for step, m in zip(timeline.steps, run.steps(), strict=True):
+        assert step.seconds == pytest.approx(m["time/step"], abs=1e-5)
+        assert step.spent(*WAITS) / step.seconds == pytest.approx(m["async/trainer_idle_share"], abs=0.02)
+        for state in ("busy", "idle", "paused"):
+            assert step.engines["engine0"].share(state) == pytest.approx(m[f"async/engine_{state}_share"], abs=1e-4)
+        # An engine's time ends with the samples of the step, which the driver has before it trains.
+        taken = max(end for name, _, end in step.phases if name == "wait_for_rollout")
+        assert step.engines["engine0"].intervals[-1][2] <= taken + 0.05
 
 
 def half_done(checkpoint: Path) -> list[int]:
@@ -175,6 +193,7 @@ def test_the_example_learns_as_it_is_shipped(relax: Callable[..., Any], tmp_path
     assert evals(run)[-1][1] > evals(run)[0][1]
     assert max(m["staleness/max"] for m in steps) == 1, "at most --max-staleness, and no less: it is used"
     assert "trainer waits" in run.output
+    check_timeline(run)
     assert {name for m in run.metrics() for name in m} <= documented_metrics() | {"step", "time", "histograms"}
     assert run.survivors() == []
     assert list((run.folder / "runs" / "run" / "weights").iterdir()) == [], "files of a push are gone after it"

@@ -11,7 +11,7 @@ commands:
   train     train a language model with reinforcement learning (relax train --help)
   simulate  say what a step of each mode would take: colocate, partial rollout, fully async (a model)
   doctor    say what this machine has, what is missing, and how to fix it
-  report    read the traces of a run and say where the time and the memory went
+  report    read the timeline and traces of a run and say where the time and the memory went
   profile   profile a running SGLang server, merge traces, look at snapshots
 
 options:

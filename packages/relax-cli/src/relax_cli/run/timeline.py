@@ -111,5 +111,5 @@ def setup_of(config: "RunConfig") -> dict[str, Any]:
         "over_sampling_batch_size": rollout.submitted_prompts,
         "max_staleness": config.cluster.max_staleness,
         "partial_rollout": rollout.partial_rollout,
-        "weight_sync": config.cluster.weight_sync or "",
+        "weight_sync": config.cluster.weight_sync or ("group" if config.cluster.fully_async else ""),
     }

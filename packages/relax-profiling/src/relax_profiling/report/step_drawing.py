@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from relax_profiling.report.style import table, text
 from relax_profiling.timeline.read import Step
-from relax_profiling.timeline.shares import PUSH, WAITS, Timeline
+from relax_profiling.timeline.shares import PUSH, WAITS, Timeline, idle_in_turn
 
 _WIDTH, _ROW, _GAP = 1000, 18, 4
 _STEPS = 12
@@ -22,6 +22,7 @@ _KINDS = {
     "generate": ("the engines' turn", "--line"),
     "busy": ("has requests", "--compute"),
     "idle": ("has none", "--warn"),
+    "rest": ("the trainer's turn", "--line"),
     "paused": ("paused for a push", "--comm"),
 }
 
@@ -30,9 +31,9 @@ def draw(timeline: Timeline) -> str:
     """The card of one run."""
     setup, last = timeline.setup, timeline.steps[-_STEPS:]
     facts = (
-        f"{len(timeline.steps)} steps, {setup.mode}, {setup.train_gpus} GPUs train and {setup.engine_gpus} generate"
+        f"{len(timeline.steps)} steps, {setup.flag}, {setup.train_gpus} GPUs train and {setup.engine_gpus} generate"
         if setup.device == "cuda"
-        else f"{len(timeline.steps)} steps, {setup.mode}, on CPU"
+        else f"{len(timeline.steps)} steps, {setup.flag}, on CPU"
     )
     parts = [
         f'<div class="card"><h3>Trainer and engines</h3><div class="file">{text(timeline.file)}</div>',
@@ -98,8 +99,12 @@ def _lanes(steps: Sequence[Step]) -> str:
         for name, a, b in step.phases:
             shapes.append(box(0, (step.start + a, step.start + b), kind_of(name), f"step {step.step} {name}"))
         for name, engine in step.engines.items():
+            row, label, in_turns = names.index(name), f"step {step.step}", step.run.mode == "colocate"
             for state, a, b in engine.intervals:
-                shapes.append(box(names.index(name), (step.start + a, step.start + b), state, f"step {step.step}"))
+                kind = "rest" if in_turns and state == "idle" else state
+                shapes.append(box(row, (step.start + a, step.start + b), kind, label))
+            for a, b in idle_in_turn(step, name) if in_turns else ():
+                shapes.append(box(row, (step.start + a, step.start + b), "idle", label))
         x = (step.start + step.end - begin) * scale
         shapes.append(f'<line x1="{x:.2f}" x2="{x:.2f}" y1="0" y2="{height}" stroke="var(--soft)" {_THIN}/>')
     clock = (time.strftime("%H:%M:%S", time.gmtime(begin + (end - begin) * part)) for part in (0.0, 0.5, 1.0))
@@ -139,7 +144,7 @@ def _picture(levels: Iterable[str], shapes: str, height: int, below: str, label:
 
 def _legend() -> str:
     trainer = ("work", "push", "save", "wait", "generate")
-    groups = (("trainer", trainer), ("engine", ("busy", "idle", "paused")))
+    groups = (("trainer", trainer), ("engine", ("busy", "idle", "paused", "rest")))
     return "".join(
         f'<div class="legend"><b>{who}</b>'
         + "".join(

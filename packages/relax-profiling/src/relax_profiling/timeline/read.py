@@ -41,6 +41,11 @@ class Setup(msgspec.Struct, frozen=True):
     partial_rollout: bool = False
     weight_sync: str = ""
 
+    @property
+    def flag(self) -> str:
+        """The mode as it stands on a command line."""
+        return f"--{self.mode.replace('_', '-')}"
+
 
 class EngineStep(msgspec.Struct, frozen=True):
     """One engine in one step.

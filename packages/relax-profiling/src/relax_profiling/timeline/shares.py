@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 
-from relax_profiling.analysis.intervals import intersection, total
+from relax_profiling.analysis.intervals import Interval, intersection, total, union
 from relax_profiling.timeline.read import Setup, State, Step
 
 WAITS = ("wait_for_rollout", "wait_for_eval", "pause")
@@ -114,10 +114,14 @@ class Timeline:
 
 def trainers_turn(step: Step, name: str) -> float:
     """Seconds in which an engine was idle because it was the trainer's turn; 0 unless they take turns."""
-    engine = step.engines[name]
     if step.run.mode != "colocate":
         return 0.0
-    idle = [(begin, end) for state, begin, end in engine.intervals if state == "idle"]
-    turns = sorted((begin, end) for phase, begin, end in step.phases if phase in ("generate", "eval"))
     # The intervals are merged where they are short, so that their idle time is not exactly that of the seconds.
-    return max(0.0, engine.seconds.get("idle", 0.0) - total(intersection(idle, turns)))
+    return max(0.0, step.engines[name].seconds.get("idle", 0.0) - total(idle_in_turn(step, name)))
+
+
+def idle_in_turn(step: Step, name: str) -> list[Interval]:
+    """Intervals, seconds after the start, in which an engine was idle while the driver waited for engines (colocate)."""
+    idle = union((begin, end) for state, begin, end in step.engines[name].intervals if state == "idle")
+    turns = union((begin, end) for phase, begin, end in step.phases if phase in ("generate", "eval"))
+    return intersection(idle, turns)

@@ -81,7 +81,7 @@ def check_timeline(run: Any) -> None:
             assert step.engines["engine0"].share(state) == pytest.approx(m[f"async/engine_{state}_share"], abs=1e-4)
         # An engine's time ends with the samples of the step, which the driver has before it trains.
         taken = max(end for name, _, end in step.phases if name == "wait_for_rollout")
-        assert step.engines["engine0"].intervals[-1][2] <= taken + 0.05
+        assert step.engines["engine0"].intervals[-1][2] <= taken + 0.5
 
 
 def half_done(checkpoint: Path) -> list[int]:

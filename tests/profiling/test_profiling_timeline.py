@@ -118,8 +118,8 @@ def test_with_colocate_the_trainers_turn_is_not_idle_time(write: Write) -> None:
     """The engine's time runs from the end of one rollout to that of the next: it begins before the step."""
     turn = line(1, [("save", 1), ("generate", 5), ("train_step", 4)], {}, mode="colocate")
     spent = {"busy": 3.5, "idle": 6.5, "paused": 0.0}
-    engine = {"seconds": spent, "running": {"busy": 8.0}, "intervals": [["idle", -4, 1], ["busy", 1, 4.5]]}
-    turn["engines"] = {"engine0": engine | {"intervals": [*engine["intervals"], ["idle", 4.5, 6]]}}  # type: ignore[misc]
+    intervals = [["idle", -4, 1], ["busy", 1, 4.5], ["idle", 4.5, 6]]
+    turn["engines"] = {"engine0": {"seconds": spent, "running": {"busy": 8.0}, "intervals": intervals}}
     folder = write(*({**turn, "step": i, "start": 10.0 * i} for i in range(5)))
     report = relax_profiling.analyze(folder)
     shares = report.timelines[0].engines["engine0"]

@@ -33,8 +33,8 @@ def analyze(*paths: str | os.PathLike[str], peak_tflops: float | None = None) ->
     8
 
     Args:
-        paths: run folders (``traces/NAME``, ``runs/NAME``), folders of runs, traces (``.json``, ``.json.gz``), snapshots of torch
-            (``.pickle``, ``.pickle.gz``) or recordings of memray (``.bin``).
+        paths: run folders (``traces/NAME``, ``runs/NAME``), folders of runs, traces (``.json``, ``.json.gz``),
+            snapshots of torch (``.pickle``, ``.pickle.gz``) or recordings of memray (``.bin``).
         peak_tflops: dense peak of the GPU in TFLOP/s for MFU, in place of the table's.
 
     Returns:

@@ -121,7 +121,7 @@ def trainers_turn(step: Step, name: str) -> float:
 
 
 def idle_in_turn(step: Step, name: str) -> list[Interval]:
-    """Intervals, seconds after the start, in which an engine was idle while the driver waited for engines (colocate)."""
+    """Intervals, seconds after the start, in which an engine was idle while it was the engines' turn (colocate)."""
     idle = union((begin, end) for state, begin, end in step.engines[name].intervals if state == "idle")
     turns = union((begin, end) for phase, begin, end in step.phases if phase in ("generate", "eval"))
     return intersection(idle, turns)

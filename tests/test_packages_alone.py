@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PACKAGES = {
     "relax-data": ("import relax_data.types, relax_data.packing.pack", {"torch", "ray", "sglang", "transformers"}),
     "relax-profiling": (
-        "import relax_profiling.recorders.sglang, relax_profiling.settings",
+        "import relax_profiling.recorders.sglang, relax_profiling.settings, relax_profiling.report.build",
         {"torch", "ray", "sglang"},
     ),
     "relax-rollout": (

@@ -8,8 +8,8 @@ from relax_profiling.timeline.read import Step
 from relax_profiling.timeline.shares import PUSH, WAITS, Timeline, idle_in_turn
 
 _WIDTH, _ROW, _GAP = 1000, 18, 4
-_STEPS = 12
-"""Steps that are drawn in detail: the last ones."""
+_STEPS, _ENGINE_STEPS = 12, 128
+"""Steps that are drawn in detail, the last ones; fewer with many engines, so that a page stays below 2 MB."""
 _COLUMNS = 200
 """Columns of the picture of all steps; of more steps, several share one."""
 _THIN = 'vector-effect="non-scaling-stroke"'
@@ -29,7 +29,8 @@ _KINDS = {
 
 def draw(timeline: Timeline) -> str:
     """The card of one run."""
-    setup, last = timeline.setup, timeline.steps[-_STEPS:]
+    setup = timeline.setup
+    last = timeline.steps[-max(1, min(_STEPS, _ENGINE_STEPS // max(1, len(timeline.engines)))) :]
     facts = (
         f"{len(timeline.steps)} steps, {setup.flag}, {setup.train_gpus} GPUs train and {setup.engine_gpus} generate"
         if setup.device == "cuda"

@@ -13,9 +13,9 @@ Interval = tuple[State, float, float]
 
 SHORTEST_S = 0.005
 """Seconds below which an interval becomes a part of its neighbour."""
-MOST_INTERVALS = 64
+MOST_INTERVALS = 32
 """Intervals of an engine between two calls of :meth:`EngineUsage.take`; of more, the shorter ones are merged."""
-_MOST_KEPT = 16 * MOST_INTERVALS  # before they are merged on the way, so that an hour without take() costs no memory
+_MOST_KEPT = 8 * MOST_INTERVALS  # before they are merged on the way, so that an hour without take() costs no memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +43,18 @@ class EngineTime:
 
 
 class _Account:
-    def __init__(self, requests: int = 0) -> None:
-        self.requests = requests
+    def __init__(self, since: float, requests: int = 0) -> None:
+        self.since, self.requests = since, requests
         self.seconds: dict[State, float] = {"busy": 0.0, "idle": 0.0, "paused": 0.0}
         self.request_s: dict[State, float] = {"busy": 0.0, "idle": 0.0, "paused": 0.0}
         self.intervals: list[Interval] = []
 
-    def add(self, state: State, begin: float, end: float) -> None:
+    def until(self, end: float, *, paused: bool) -> None:
+        """Adds the time since the last change."""
+        begin, self.since = self.since, end
+        if end <= begin:
+            return
+        state: State = "paused" if paused else "busy" if self.requests else "idle"
         self.seconds[state] += end - begin
         self.request_s[state] += self.requests * (end - begin)
         if self.intervals and self.intervals[-1][0] == state:
@@ -74,42 +79,41 @@ class EngineUsage:
             clock: seconds, of any beginning.
             wall: seconds since the epoch; it may jump.
         """
-        self._clock, self._wall, self._since = clock, wall, clock()
-        self._accounts = {name: _Account() for name in names}
+        self._clock, self._wall = clock, wall
+        self._accounts = {name: _Account(clock()) for name in names}
         self._paused = False
 
     def began(self, name: str) -> None:
         """A request goes to an engine."""
-        self._tick()
-        self._accounts[name].requests += 1
+        self._change(name, 1)
 
     def ended(self, name: str) -> None:
         """A request has left an engine."""
-        self._tick()
-        self._accounts[name].requests -= 1
+        self._change(name, -1)
 
     def pause(self, paused: bool) -> None:
         """Requests are held back from now on, or not any more."""
-        self._tick()
+        now = self._clock()
+        for account in self._accounts.values():
+            account.until(now, paused=self._paused)
         self._paused = paused
 
     def take(self) -> dict[str, EngineTime]:
         """The time of each engine since this was called last; nothing when no time has passed."""
-        self._tick()
-        shift, times = self._wall() - self._since, {}
+        now = self._clock()
+        shift, times = self._wall() - now, {}
         for name, account in self._accounts.items():
+            account.until(now, paused=self._paused)
             if account.intervals:
                 intervals = tuple((state, a + shift, b + shift) for state, a, b in merged(account.intervals))
                 times[name] = EngineTime(account.seconds, account.request_s, intervals)
-            self._accounts[name] = _Account(account.requests)
+            self._accounts[name] = _Account(now, account.requests)
         return times
 
-    def _tick(self) -> None:
-        now = self._clock()
-        begin, self._since = self._since, now
-        if now > begin:
-            for account in self._accounts.values():
-                account.add("paused" if self._paused else "busy" if account.requests else "idle", begin, now)
+    def _change(self, name: str, requests: int) -> None:
+        account = self._accounts[name]
+        account.until(self._clock(), paused=self._paused)
+        account.requests += requests
 
 
 def merged(

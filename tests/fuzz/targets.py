@@ -295,6 +295,49 @@ def _trace_text(rng: random.Random) -> bytes:
     return ('{"schemaVersion": 1, "traceEvents": [' + body + "], " + json.dumps(tail)[1:]).encode("utf-8", "replace")
 
 
+# ---------------------------------------------------------------------- timelines
+
+
+def _timelines(rng: random.Random, folder: Path) -> None:
+    """Timelines of runs whose lines have other values or are damaged: a report of those that are whole."""
+    from relax_profiling.report.build import build_report
+    from relax_profiling.report.html import to_html
+    from relax_profiling.report.text import to_text
+
+    lines = []
+    for step in range(rng.randrange(1, 9)):
+        line = _timeline_line(rng, step)
+        lines.append(json.dumps(changed(rng, line) if rng.random() < 0.4 else line).encode("utf-8", "replace"))
+    content = b"\n".join(lines)
+    if rng.random() < 0.3:
+        content = damaged(rng, content, (b"\n", b"1e999", b"[", b'"idle"'))
+    (folder / "timeline.jsonl").write_bytes(content)
+    with memory_bound(16 * _MIB + 100 * len(content)):
+        report = build_report([folder])
+        json.dumps(report.to_json())
+        to_text(report)
+        to_html(report)
+    assert report.timelines or report.problems
+
+
+def _timeline_line(rng: random.Random, step: int) -> dict[str, Any]:
+    mode = rng.choice(("fully_async", "colocate"))
+    sizes = ("train_gpus", "train_unit", "engine_gpus", "gpus_per_engine", "rollout_batch_size", "max_staleness")
+    run = {"mode": mode, "device": "cuda", "over_sampling_batch_size": 9, **{n: rng.randrange(1, 9) for n in sizes}}
+    names = ("generate", "train_step", "wait_for_rollout", "pause", "weight_update", "save", "eval", "other")
+    phases = [[rng.choice(names), t, t + rng.random()] for t in range(rng.randrange(6))]
+    states = ("busy", "idle", "paused")
+    engine = {
+        "seconds": {state: rng.choice((0.0, rng.random())) for state in states} | {"busy": 0.1},
+        "running": {state: rng.choice((0.0, 9 * rng.random())) for state in states},
+        "intervals": [[rng.choice(states), t, t + 1] for t in range(rng.randrange(4))],
+    }
+    return {
+        **{"step": step, "start": 1_790_000_000.0 + 9 * step, "end": 9.0, "seconds": 9.0, "run": run, "phases": phases},
+        "engines": {f"engine{i}": engine for i in range(rng.randrange(3))},
+    }
+
+
 # ---------------------------------------------------------------------- snapshots
 
 
@@ -406,6 +449,7 @@ TARGETS = (
     Target("settings", _settings, 400),
     Target("rows", _rows, 500),
     Target("traces", _traces, 200),
+    Target("timelines", _timelines, 200),
     Target("snapshots", _snapshots, 200),
     Target("checkpoints", _checkpoints, 200),
 )

@@ -49,6 +49,8 @@ def test_without_staleness_it_equals_colocate(task: Any, relax: Callable[..., An
         assert run.finish() == 0, run.output
         assert run.survivors() == []
         runs[mode] = run
+    check_timeline(runs["async"])
+    check_turns(runs["colocate"])
     one, two = runs["colocate"].steps(), runs["async"].steps()
     assert [m["step"] for m in two] == [0, 1, 2]
     same = ("rollout/reward", "rollout/response_length", "train/loss", "train/entropy", "train/grad_norm")
@@ -82,6 +84,18 @@ def check_timeline(run: Any) -> None:
         # An engine's time ends with the samples of the step, which the driver has before it trains.
         taken = max(end for name, _, end in step.phases if name == "wait_for_rollout")
         assert step.engines["engine0"].intervals[-1][2] <= taken + 0.5
+
+
+def check_turns(run: Any) -> None:
+    """With colocate the engine is busy in its turn, and only then."""
+    (timeline,) = relax_profiling.analyze(run.folder / "runs" / "run").timelines
+    for step, m in zip(timeline.steps, run.steps(), strict=True):
+        assert step.spent("generate") == pytest.approx(m["time/generate"], abs=0.01), (
+            "nothing else was written meanwhile"
+        )
+        turns = step.spent("generate", "eval")
+        assert 0 < step.engines["engine0"].seconds["busy"] <= turns + 0.01
+        assert step.spent("train_step") > 0
 
 
 def half_done(checkpoint: Path) -> list[int]:

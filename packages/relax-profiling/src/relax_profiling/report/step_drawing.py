@@ -51,11 +51,13 @@ def draw(timeline: Timeline) -> str:
 
 def kind_of(phase: str) -> str:
     """What the trainer does in a phase of the driver."""
-    if phase in WAITS or phase == "eval":
+    if phase in WAITS:
         return "wait"
     if phase in PUSH:
         return "push"
-    return phase if phase in ("save", "generate") else "work"
+    if phase in ("generate", "eval"):
+        return "generate"
+    return "save" if phase == "save" else "work"
 
 
 def _shares(timeline: Timeline) -> str:

@@ -459,7 +459,7 @@ def test_a_trace_without_gpu_events_and_one_without_anything(tmp_path: Path, tra
 
 def test_nothing_at_all(tmp_path: Path) -> None:
     report = build_report([tmp_path])
-    assert report.problems == [f"no traces and no memory recordings under {tmp_path}"]
+    assert report.problems == [f"no traces, no memory recordings and no runs under {tmp_path}"]
 
 
 def test_what_is_no_file_is_named_and_the_others_are_read(tmp_path: Path, trace_maker: Any) -> None:

@@ -1,5 +1,6 @@
 """Builds the report from the files of one or more runs."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ def build_report(paths: Sequence[Path], *, peak: float | None = None) -> Report:
     found, problems = find_files(paths)
     timelines = _read_timelines(paths, problems)
     if not found and not timelines and not problems:
-        problems.append(f"no traces, memory recordings and runs under {', '.join(map(str, paths))}")
+        problems.append(f"no traces, no memory recordings and no runs under {', '.join(map(str, paths))}")
     with collector_paused():
         traces = _read_traces([f for f in found if f.role in ("train", "engine", "trace")], peak, problems)
     memory = _read_memory([f for f in found if f.role in ("snapshot", "memray")], problems)
@@ -46,23 +47,27 @@ def build_report(paths: Sequence[Path], *, peak: float | None = None) -> Report:
 
 
 def _read_timelines(paths: Sequence[Path], problems: list[str]) -> list[Timeline]:
-    timelines: list[Timeline] = []
+    folders: list[Path] = []
     for path in paths:
+        with contextlib.suppress(OSError):  # a path that cannot be looked into was named before, with the traces
+            folders += (folder for folder in run_folders(path) if folder not in folders)
+    timelines: list[Timeline] = []
+    for folder in folders:
+        file = folder / FILE
+        if not file.is_file():
+            problems.append(
+                f"{folder}: no {FILE} in it, so there is no timeline of trainer and engines; relax train writes it with "
+                "the first step that ends"
+            )
+            continue
         try:
-            for folder in run_folders(path):
-                file = folder / FILE
-                if not file.is_file():
-                    problems.append(
-                        f"{folder}: no {FILE} in it, so there is no timeline of trainer and engines; relax train "
-                        "writes it with the first step that ends"
-                    )
-                    continue
-                steps, said = read_timeline(file)
-                problems += said
-                if steps:
-                    timelines.append(Timeline(str(file), steps))
+            steps, said = read_timeline(file)
         except OSError as e:
-            problems.append(f"{path}: {e.strerror or e}")
+            problems.append(f"{file}: {e.strerror or e}")
+            continue
+        problems += said
+        if steps:
+            timelines.append(Timeline(str(file), steps))
     return timelines
 
 

@@ -56,8 +56,8 @@ def _read_timelines(paths: Sequence[Path], problems: list[str]) -> list[Timeline
         file = folder / FILE
         if not file.is_file():
             problems.append(
-                f"{folder}: no {FILE} in it, so there is no timeline of trainer and engines; relax train writes it with "
-                "the first step that ends"
+                f"{folder}: no {FILE} in it, so there is no timeline of trainer and engines; relax train writes it "
+                "with the first step that ends"
             )
             continue
         try:

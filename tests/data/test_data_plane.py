@@ -214,6 +214,27 @@ def test_cleared_rows_are_gone(plane: DataPlane) -> None:
         plane.take("c", ["y"], 1, timeout=0.2)
 
 
+def test_rows_are_fetched_by_id_as_often_as_asked(plane: DataPlane) -> None:
+    ids = plane.put({"x": [0, 1, 2, 3, 4], "tokens": arrays(3, 1, 0, 4, 2)})
+    plane.add(ids[:4], {"y": ["a", "b", "c", "d"]})
+    for _ in range(2):
+        rows = plane.fetch([ids[3], ids[0], ids[2]], ["tokens", "x", "y"])
+        assert rows.ids == [ids[3], ids[0], ids[2]]
+        assert rows.columns["x"] == [3, 0, 2]
+        assert rows.columns["y"] == ["d", "a", "c"]
+        assert [len(t) for t in rows.columns["tokens"]] == [4, 3, 0]
+    assert len(plane.fetch([], ["x"])) == 0
+    assert plane.take("train", ["x"], 5, timeout=SECONDS).ids == ids, "fetching takes nothing from a consumer"
+    with pytest.raises(PlaneError, match=rf"{ids[0]} has no column 'z' yet"):
+        plane.fetch(ids[:1], ["x", "z"])
+    with pytest.raises(PlaneError):
+        plane.fetch(ids, ["y"])
+    plane.clear(ids[1:2])
+    with pytest.raises(PlaneError, match=rf"rows \[{ids[1]}\] are not there"):
+        plane.fetch(ids, ["x"])
+    plane.check()
+
+
 def test_arguments_that_mean_nothing(plane: DataPlane) -> None:
     for columns in ({}, {"a": [1], "b": [1, 2]}):
         with pytest.raises(ValueError, match="equally long and at least one"):
@@ -337,10 +358,14 @@ def test_a_storage_unit_that_dies_is_an_error_that_says_what_to_do(
 
     request.addfinalizer(request.getfixturevalue("running").stop)
     plane = transfer_queue("dying")
-    plane.put({"x": list(range(8))})
+    ids = list(plane.put({"x": list(range(8))}))
     ray.kill(interface._TQ_STORAGE["SimpleStorage"]["TransferQueueStorageUnit#1"])
+    with pytest.raises(PlaneFailed, match=r"TransferQueueStorageUnit#1 has died\. .* its rows are lost"):
+        plane.check()
+    with pytest.raises(PlaneFailed, match="during fetch: TransferQueueStorageUnit#1 has died"):
+        plane.fetch(ids, ["x"])
     impatient = transfer_queue("dying", call_seconds=2)
-    with pytest.raises(PlaneFailed, match="no answer within 2 s") as caught:
+    with pytest.raises(PlaneFailed, match=r"TransferQueueStorageUnit#1 has died \(no answer within 2 s\)") as caught:
         impatient.take("a", ["x"], 8, timeout=SECONDS)
     assert "no answer within 2 s" in str(caught.value), (
         "TransferQueue now reports a dead storage unit by itself: the lowered limits in transferqueue.py may go"

@@ -68,7 +68,10 @@ class DataSettings(Settings):
         le=LARGEST_COUNT,
     )
     num_data_storage_units: int = option(
-        1, "Storage units of TransferQueue (--fully-async); not used by this version.", ge=1, le=LARGEST_COUNT
+        1,
+        "Storage units of TransferQueue, which hold the rows of --fully-async; each is a process and a Ray CPU.",
+        ge=1,
+        le=LARGEST_COUNT,
     )
 
     def _problems(self, given: frozenset[str]) -> list[str]:

@@ -178,6 +178,20 @@ class Sample:
             if n and not (values.ndim == 1 and values.dtype.kind in kinds and holds(values).all()):
                 raise ValueError(f"{self.name}: its {column} are not {wanted} alone")
 
+    def check_trainable(self) -> None:
+        """Looks whether it can be trained on.
+
+        Raises:
+            ValueError: it is unfinished, has no reward or no response token, or its columns do not fit together; the
+                message names it.
+        """
+        if not self.status.finished or self.reward is None or not self.tokens:
+            raise ValueError(
+                f"{self.name} cannot be trained on: status {self.status}, reward {self.reward}, "
+                f"{len(self.tokens)} tokens"
+            )
+        self.check_columns()
+
     def mask_older_than(self, version: WeightVersion) -> None:
         """Takes tokens of older versions out of the loss; what is masked already stays so.
 
@@ -290,16 +304,11 @@ class TrainBatch:
         """Makes the columns of all samples of ``groups``, in order.
 
         Raises:
-            ValueError: a sample is unfinished, has no reward or no response token, or its columns do not fit together;
-                the message names it.
+            ValueError: as :meth:`Sample.check_trainable`.
         """
         samples = [s for g in groups for s in g.samples]
         for s in samples:
-            if not s.status.finished or s.reward is None or not s.tokens:
-                raise ValueError(
-                    f"{s.name} cannot be trained on: status {s.status}, reward {s.reward}, {len(s.tokens)} tokens"
-                )
-            s.check_columns()
+            s.check_trainable()
         return cls(
             rollout_id=rollout_id,
             tokens=[np.array([*s.prompt.input_ids, *s.tokens], dtype=np.int64) for s in samples],
@@ -344,6 +353,7 @@ class StepManifest:
         response_lengths: int64 ``[n]``, tokens.
         trained_tokens: float64 ``[n]``, sum of the loss mask.
         oldest_versions: int64 ``[n]``, oldest policy version among each sample's tokens.
+        row_ids: ids of their rows in a :class:`relax_data.plane.base.DataPlane`; empty where rows are not in one.
     """
 
     rollout_id: int
@@ -354,6 +364,7 @@ class StepManifest:
     response_lengths: np.ndarray
     trained_tokens: np.ndarray
     oldest_versions: np.ndarray
+    row_ids: list[int] = dataclasses.field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -390,6 +401,7 @@ class StepManifest:
             response_lengths=self.response_lengths[index],
             trained_tokens=self.trained_tokens[index],
             oldest_versions=self.oldest_versions[index],
+            row_ids=[self.row_ids[i] for i in indices] if self.row_ids else [],
         )
 
 

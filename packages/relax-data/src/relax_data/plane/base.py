@@ -73,6 +73,23 @@ class DataPlane(Protocol):
         """
         ...
 
+    def fetch(self, ids: Sequence[int], columns: Sequence[str]) -> Rows:
+        """The rows of these ids, in that order. Nobody is booked as having them: they may be fetched and taken again.
+
+        Raises:
+            PlaneError: a row is not there, or lacks one of ``columns``.
+            PlaneFailed: :meth:`fail` was called, or the plane broke.
+        """
+        ...
+
+    def check(self) -> None:
+        """Asks every part of the plane for a sign of life.
+
+        Raises:
+            PlaneFailed: :meth:`fail` was called, or a part has died or is silent; the message names it.
+        """
+        ...
+
     def clear(self, ids: Sequence[int]) -> None:
         """Forgets rows and frees their memory; ids that are not there are passed over."""
         ...
@@ -125,3 +142,8 @@ def waiting_for(consumer: str, columns: Sequence[str], n: int, timeout: float, r
         f"consumer {consumer!r} waited {timeout:.0f} s for {n} rows with columns {', '.join(columns)}: "
         f"{ready} are ready, {lacking} more lack some of these columns"
     )
+
+
+def not_there(ids: Sequence[int]) -> str:
+    """The message about rows that are asked for and that the plane does not have."""
+    return f"rows {list(ids[:5])} are not there: they were cleared or never put"

@@ -17,6 +17,7 @@ from relax_data.plane.base import (
     PlaneFailed,
     Rows,
     check_take,
+    not_there,
     row_count,
     waiting_for,
 )
@@ -54,7 +55,7 @@ class LocalPlane:
         with self._changed:
             self._check_failure()
             if missing := [i for i in ids if i not in self._rows]:
-                raise PlaneError(f"rows {missing[:5]} are not there: they were cleared or never put")
+                raise PlaneError(not_there(missing))
             for k, i in enumerate(ids):
                 self._rows[i].update({name: values[k] for name, values in columns.items()})
             self._changed.notify_all()
@@ -79,6 +80,21 @@ class LocalPlane:
                 if remaining <= 0:
                     raise TimeoutError(waiting_for(consumer, columns, n, timeout, len(ready), len(left) - len(ready)))
                 self._changed.wait(remaining)
+
+    def fetch(self, ids: Sequence[int], columns: Sequence[str]) -> Rows:
+        """The rows of these ids, not copied; see :meth:`relax_data.plane.base.DataPlane.fetch`."""
+        with self._changed:
+            self._check_failure()
+            if missing := [i for i in ids if i not in self._rows]:
+                raise PlaneError(not_there(missing))
+            if lacking := [(i, c) for i in ids for c in columns if c not in self._rows[i]]:
+                raise PlaneError(f"row {lacking[0][0]} has no column {lacking[0][1]!r} yet")
+            return Rows(list(ids), {c: [self._rows[i][c] for i in ids] for c in columns})
+
+    def check(self) -> None:
+        """Raises what :meth:`fail` was told."""
+        with self._changed:
+            self._check_failure()
 
     def clear(self, ids: Sequence[int]) -> None:
         """Forgets rows, and that they were taken."""

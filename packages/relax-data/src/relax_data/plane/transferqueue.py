@@ -31,13 +31,17 @@ from relax_data.plane.base import (
     PlaneFailed,
     Rows,
     check_take,
+    not_there,
     row_count,
     waiting_for,
 )
 
 _ANSWER_SECONDS = 20
 _CALL_SECONDS = 60.0
+_LOOK_SECONDS = 5.0
 _POLL_SECONDS = (0.005, 0.1)
+CONTROLLER, NAMESPACE = "TransferQueueController", "transfer_queue"
+"""Name of its actor in a Ray cluster, and the namespace of Ray that the name is in."""
 
 
 class TransferQueuePlane:
@@ -59,6 +63,7 @@ class TransferQueuePlane:
     def __init__(self, name: str = "relax", *, units: int = 1, call_seconds: float = _CALL_SECONDS):
         self._tq = _start(units)
         self._client = self._tq.get_client()
+        self._parts = _parts(len(self._client.storage_manager.storage_unit_infos))
         self._partition, self._control = f"{name}/rows", f"{name}/control"
         self._call_seconds = call_seconds
         self._writer = secrets.randbits(32)
@@ -107,6 +112,24 @@ class TransferQueuePlane:
             time.sleep(pause)
             pause = min(longest, 1.5 * pause)
 
+    def fetch(self, ids: Sequence[int], columns: Sequence[str]) -> Rows:
+        """Reads rows by id; see :meth:`relax_data.plane.base.DataPlane.fetch`."""
+        if not ids:
+            return Rows([], {c: [] for c in columns})
+        keys = _keys(ids)
+        meta = self._call("fetch", self._client.async_kv_retrieve_meta(keys, self._partition, create=False))
+        if meta.size != len(ids):
+            raise PlaneError(not_there(self._missing(ids)))
+        if lacking := [c for c in columns if c not in meta.field_names]:
+            raise PlaneError(f"row {ids[0]} has no column {lacking[0]!r} yet")
+        return self._read("fetch", meta.select_fields([*dict.fromkeys(columns), _ID]), columns, ids)
+
+    def check(self) -> None:
+        """Asks the actors of TransferQueue, through Ray; see :meth:`relax_data.plane.base.DataPlane.check`."""
+        if broken := self._broken(self._call_seconds):
+            raise PlaneFailed(f"TransferQueue failed: {broken}. {_LOST}")
+        self._signals()
+
     def clear(self, ids: Sequence[int]) -> None:
         """Forgets rows in all storage units."""
         if not ids:
@@ -139,10 +162,12 @@ class TransferQueuePlane:
         keys = _keys(ids)
         meta = self._call("write", self._client.async_kv_retrieve_meta(keys, self._partition, create=create))
         if meta.size != len(ids):
-            there = self._call("write", self._client.async_kv_list(self._partition)).get(self._partition, {})
-            missing = [i for i, key in zip(ids, keys, strict=True) if key not in there]
-            raise PlaneError(f"rows {missing[:5]} are not there: they were cleared or never put")
+            raise PlaneError(not_there(self._missing(ids)))
         self._call("write", self._client.async_put(data=_packed(columns, len(ids)), metadata=meta))
+
+    def _missing(self, ids: Sequence[int]) -> list[int]:
+        there = self._call("status", self._client.async_kv_list(self._partition)).get(self._partition, {})
+        return [i for i, key in zip(ids, _keys(ids), strict=True) if key not in there]
 
     def _fetch(self, consumer: str, columns: Sequence[str], n: int) -> Rows | None:
         fields = [*dict.fromkeys(columns), _ID]
@@ -154,12 +179,16 @@ class TransferQueuePlane:
         )
         if not meta.size:
             return None
-        data = self._call("take", self._client.async_get_data(meta))
-        found = {name: _unpacked(data[name]) for name in fields}
-        ids = found.pop(_ID)
+        return self._read("take", meta, columns)
+
+    def _read(self, what: str, meta: Any, columns: Sequence[str], ids: Sequence[int] | None = None) -> Rows:
+        """Gets rows from the storage units, in the order of ``ids``, or else the oldest first."""
+        data = self._call(what, self._client.async_get_data(meta))
+        place = {row: k for k, row in enumerate(_unpacked(data[_ID]))}
         # The columns of several storage units are put together in the order of the units.
-        order = sorted(range(len(ids)), key=lambda k: ids[k])
-        return Rows([ids[k] for k in order], {c: [found[c][k] for k in order] for c in columns})
+        order = sorted(place) if ids is None else list(ids)
+        found = {name: _unpacked(data[name]) for name in columns}
+        return Rows(order, {c: [found[c][place[i]] for i in order] for c in columns})
 
     def _left(self, consumer: str, columns: Sequence[str]) -> tuple[int, int]:
         """Rows that the consumer has not had: how many are ready, and how many lack a column."""
@@ -211,10 +240,23 @@ class TransferQueuePlane:
         except (RuntimeError, OSError, ValueError, KeyError) as error:
             # The client wraps whatever happens in these; its text says which storage unit did not answer.
             reason = str(error)
-        raise PlaneFailed(
-            f"TransferQueue failed during {what}: {reason}. When a storage unit died its rows are lost: restart the "
-            "run from its last checkpoint (--load)"
-        )
+        who = self._broken(_LOOK_SECONDS)
+        raise PlaneFailed(f"TransferQueue failed during {what}: {f'{who} ({reason})' if who else reason}. {_LOST}")
+
+    def _broken(self, seconds: float) -> str:
+        """Names the parts that have died, or do not answer within ``seconds``; empty when all are well."""
+        import ray
+
+        asked = {part.__ray_ready__.remote(): name for name, part in self._parts.items() if part is not None}
+        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
+        dead = [name for name, part in self._parts.items() if part is None]
+        for ref in answered:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayError:
+                dead.append(asked[ref])
+        found = [f"{name} has died" for name in dead] + [f"{asked[ref]} does not answer" for ref in silent]
+        return ", ".join(found)
 
     def shutdown(self) -> None:
         """Stops TransferQueue, for all planes of the cluster when this process started it."""
@@ -222,6 +264,23 @@ class TransferQueuePlane:
 
 
 _ID = "_relax_id"
+_LOST = "When a storage unit died its rows are lost: restart the run from its last checkpoint (--load)"
+
+
+def _parts(units: int) -> dict[str, Any]:
+    """The actors of the TransferQueue that runs, by name; None for one that has died."""
+    import ray
+
+    found: dict[str, Any] = {}
+    for name in [f"TransferQueueStorageUnit#{k}" for k in range(units)]:
+        try:
+            found[name] = ray.get_actor(name)
+        except ValueError:
+            found[name] = None
+    # They have their names in the namespace of the Ray job that made them: a process of another job sees none.
+    if not any(found.values()):
+        found = {}
+    return {CONTROLLER: ray.get_actor(CONTROLLER, namespace=NAMESPACE), **found}
 
 
 def _start(units: int) -> Any:
@@ -245,7 +304,7 @@ def _start(units: int) -> Any:
     if not ray.is_initialized():
         raise PlaneError("TransferQueue needs a running Ray: call ray.init first")
     try:
-        ray.get_actor("TransferQueueController", namespace="transfer_queue")
+        ray.get_actor(CONTROLLER, namespace=NAMESPACE)
     except ValueError:
         free = ray.available_resources().get("CPU", 0.0)
         if free < units + 1:

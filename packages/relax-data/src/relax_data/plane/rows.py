@@ -1,0 +1,62 @@
+"""Samples as rows of a plane: one row a sample, about 13 bytes a token.
+
+- ``tokens`` int32 ``[prompt + response]``
+- ``log_probs`` float32 ``[response]``: natural log, as the engine returned them
+- ``versions`` int32 ``[response]``: policy version that sampled each token
+- ``mask`` uint8 ``[response]``: 1 where the token is trained on
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from relax_data.plane.base import DataPlane
+from relax_data.types import ROW_COLUMNS, Sample
+
+_STORED: dict[str, tuple[str, type[np.generic]]] = {
+    "tokens": ("tokens", np.int64),
+    "loss_masks": ("mask", np.float32),
+    "rollout_log_probs": ("log_probs", np.float32),
+}
+"""For each of :data:`relax_data.types.ROW_COLUMNS` the column of the plane, and the type that the trainer has it in."""
+
+
+def sample_rows(samples: Iterable[Sample]) -> dict[str, list[np.ndarray]]:
+    """Columns of one row a sample, for :meth:`relax_data.plane.base.DataPlane.put`.
+
+    Raises:
+        ValueError: as :meth:`relax_data.types.Sample.check_trainable`.
+    """
+    columns: dict[str, list[np.ndarray]] = {"tokens": [], "log_probs": [], "versions": [], "mask": []}
+    for sample in samples:
+        sample.check_trainable()
+        columns["tokens"].append(np.array([*sample.prompt.input_ids, *sample.tokens], dtype=np.int32))
+        columns["log_probs"].append(np.array(sample.log_probs, dtype=np.float32))
+        columns["versions"].append(np.array(sample.versions, dtype=np.int32))
+        columns["mask"].append(np.array(sample.loss_mask, dtype=np.uint8))
+    return columns
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaneRows:
+    """The rows of a step's samples in a plane, as a :class:`relax_data.types.RowSource`.
+
+    Attributes:
+        plane: that they were put into.
+        ids: one a sample, in the order of the manifest.
+    """
+
+    plane: DataPlane
+    ids: Sequence[int]
+
+    def fetch(self, indices: Sequence[int], columns: Sequence[str] = ROW_COLUMNS) -> dict[str, list[np.ndarray]]:
+        """The rows of the samples at ``indices``, in the types of :class:`relax_data.types.TrainBatch`.
+
+        Raises:
+            PlaneError: a row is not there.
+            PlaneFailed: the plane broke; the message says which part of it.
+        """
+        assert set(columns) <= set(ROW_COLUMNS), f"a row has the columns {ROW_COLUMNS}, not {columns}"
+        found = self.plane.fetch([self.ids[i] for i in indices], [_STORED[name][0] for name in columns]).columns
+        return {name: [row.astype(_STORED[name][1]) for row in found[_STORED[name][0]]] for name in columns}

@@ -1,9 +1,9 @@
 """Generates groups without end in the background, while training steps take them and new weights come.
 
-    producer    [start what the gate allows] -> [whole? filter, keep] -> ... until the prompts are used up
+    producer    [start what the gate allows] -> [whole? filter, keep] -> [put its rows] -> ... until no prompt is left
                       ^                                |
     next_step(t) -----|------ waits for the groups that step t takes, and gives them
-    settle(t)         |       step t has trained them
+    settle(t)         |       step t has trained them; their rows are cleared
     begin_push()      |       holds new requests, ends running ones; samples rest with their tokens
     end_push(t + 1) --+       engines serve t + 1: samples go on from their tokens, new groups may start
 
@@ -23,6 +23,7 @@ from relax_rollout.engines.pool import EnginePool
 from relax_rollout.engines.router import EngineRouter
 from relax_rollout.engines.usage import EngineTime
 from relax_rollout.loop.context import RolloutContext
+from relax_rollout.loop.publisher import RowPublisher
 from relax_rollout.loop.rollout_loop import RolloutLoop, RolloutResult
 from relax_rollout.loop.runner import InflightGroups
 from relax_rollout.timer import PhaseTimer
@@ -34,7 +35,15 @@ PROTECTED_POLL_S = 0.05
 class Producer:
     """The groups of a run in the fully-async mode. One object for one event loop; one caller at a time."""
 
-    def __init__(self, loop: RolloutLoop, pool: EnginePool, *, concurrency: int = 512, end: int | None = None) -> None:
+    def __init__(
+        self,
+        loop: RolloutLoop,
+        pool: EnginePool,
+        *,
+        concurrency: int = 512,
+        end: int | None = None,
+        publisher: RowPublisher | None = None,
+    ) -> None:
         """Starts nothing yet: the first :meth:`end_push` does.
 
         Args:
@@ -42,7 +51,9 @@ class Producer:
             pool: the engines.
             concurrency: most requests at the same time for each engine.
             end: the first step that will not be trained, when it is known: nothing is generated for it.
+            publisher: puts the rows of whole groups where the trainer fetches them; None: nobody fetches any.
         """
+        self._publisher = publisher
         self._loop, self._pool, self._end = loop, pool, end
         self._timer = PhaseTimer()
         self._router = EngineRouter(pool, concurrency, self._timer)
@@ -51,6 +62,8 @@ class Producer:
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()  # for the producer: the gate may have opened
         self._moved = asyncio.Event()  # for who waits: a group has ended, or the producer has
+        if publisher is not None:
+            publisher.on_failure = self._moved.set
 
     @property
     def version(self) -> WeightVersion | None:
@@ -63,6 +76,10 @@ class Producer:
         self._rollout = self._loop.open(version, version, self._router, self._timer, continuous=True)
         self._rollout.end = self._end
         self._loop.restart_unusable(self._rollout)
+        if self._publisher is not None:
+            self._publisher.watch()
+            for group in self._loop.ledger.ready:  # of a checkpoint, which holds no rows
+                self._publisher.add(group)
         self._running = self._rollout.running()
         self._timer.lap()
         self._pool.usage.take()
@@ -76,8 +93,8 @@ class Producer:
                         running.submit(group)
                 self._moved.set()
                 for group, whole in await running.next_change(self._wake):
-                    if whole:
-                        rollout.keep(group)
+                    if whole and rollout.keep(group) and self._publisher is not None:
+                        self._publisher.add(group)
         except BaseException:
             await running.cancel()
             self._loop.put_back()
@@ -92,6 +109,8 @@ class Producer:
         assert self._task is not None
         if self._task.done():
             self._task.result()
+        if self._publisher is not None:
+            self._publisher.check()
         return self._rollout, self._running
 
     async def _until_moved(self) -> None:
@@ -112,6 +131,7 @@ class Producer:
         Raises:
             EngineDied, RewardError, GenerationError, ValueError, TimeoutError: as
                 :meth:`relax_rollout.loop.rollout_loop.RolloutLoop.generate`; then nothing runs any more.
+            PlaneFailed: the plane of the rows broke; the message says which part of it.
         """
         rollout, running = self._parts()
         assert step == rollout.step, f"step {rollout.step} comes next, not {step}"
@@ -124,7 +144,11 @@ class Producer:
                 break
             await self._until_moved()
             self._parts()
-        return self._close(rollout, running, sorted(chosen, key=lambda g: g.prompt.prompt_id))
+        result = self._close(rollout, running, sorted(chosen, key=lambda g: g.prompt.prompt_id))
+        if self._publisher is not None and result.groups:
+            result.row_ids = await self._publisher.row_ids(result.groups)
+            result.metrics |= self._publisher.metrics()
+        return result
 
     def _is_over(self, rollout: RolloutContext, running: InflightGroups) -> bool:
         return rollout.source_exhausted and not len(running) and not self._loop.ledger.waiting
@@ -172,7 +196,10 @@ class Producer:
         """Books the groups of a step as trained."""
         rollout, _ = self._parts()
         assert step == rollout.step - 1, f"step {rollout.step - 1} was closed last, not {step}"
+        trained = [g.prompt.prompt_id for g in self._loop.ledger.assigned]
         self._loop.book_returned()
+        if self._publisher is not None:
+            self._publisher.forget(trained)
 
     # ------------------------------------------------------------------ pushes of weights
 
@@ -219,6 +246,8 @@ class Producer:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        if self._publisher is not None:
+            await self._publisher.close()
 
 
 def _check_bound(groups: list[SampleGroup], step: int, most: int | None) -> None:

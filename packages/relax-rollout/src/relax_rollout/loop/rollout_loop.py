@@ -57,6 +57,7 @@ class RolloutResult:
         dropped: prompts that were dropped since the last rollout was returned.
         histograms: see :func:`relax_rollout.loop.metrics.sample_histograms`.
         usage: what each engine did since the rollout before, by its name; empty where nobody asked.
+        row_ids: of the rows of all samples in a plane, in order; empty where nobody put them into one.
     """
 
     groups: list[SampleGroup]
@@ -64,6 +65,7 @@ class RolloutResult:
     dropped: list[DroppedPrompt]
     histograms: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
     usage: dict[str, EngineTime] = dataclasses.field(default_factory=dict)
+    row_ids: list[int] = dataclasses.field(default_factory=list)
 
 
 class RolloutLoop:

@@ -89,7 +89,7 @@ def test_manifest_and_rows_of_a_file_are_those_of_the_whole_batch(tmp_path: Path
         assert getattr(values, "dtype", None) == getattr(expected[name], "dtype", None), name
 
     wanted = [4, 2, 1]
-    rows, same = FileRows(path, 8).for_rank(1).fetch(wanted), BatchRows(batch).fetch(wanted)
+    rows, same = FileRows(path, 8).for_rank(1, manifest).fetch(wanted), BatchRows(batch).fetch(wanted)
     assert list(rows) == list(ROW_COLUMNS)
     for name in ROW_COLUMNS:
         for got, value in zip(rows[name], same[name], strict=True):

@@ -107,7 +107,7 @@ def half_done(checkpoint: Path) -> list[int]:
 def test_it_is_killed_stopped_and_goes_on_in_the_other_mode(
     task: Any, relax: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Every prompt of the data is trained once, over a kill -9, a SIGTERM and a change to colocate."""
+    """Every prompt of the data is trained once, over two kinds of kill -9, a SIGTERM and a change to colocate."""
     prompts, batch = 40, 2
     data, checkpoints, folder = tmp_path / "prompts.jsonl", tmp_path / "checkpoints", tmp_path / "run"
     data.write_text("".join(task.train.read_text().splitlines(keepends=True)[:prompts]))
@@ -137,6 +137,16 @@ def test_it_is_killed_stopped_and_goes_on_in_the_other_mode(
     os.kill(killed.process.pid, signal.SIGKILL)
     killed.process.wait()
     assert killed.survivors() == [], "processes outlive a killed driver"
+
+    broken = relax("train", *background, "--num-data-storage-units", "2", folder=folder)
+    before = len(broken.steps())
+    broken.wait_for(lambda: "resumed from rollout" in broken.output and len(broken.steps()) > before, "another step")
+    units = [p for p in broken.seen if p.is_running() and "SimpleStorageUnit" in " ".join(p.cmdline())]
+    assert len(units) == 2
+    units[0].kill()
+    assert broken.finish(deadline_s=120) == 1, broken.output
+    assert re.search(r"FAILED PlaneFailed: .*TransferQueueStorageUnit#\d has died", broken.output)
+    assert broken.survivors() == []
 
     stopped = relax("train", *background, folder=folder)
     before = len(stopped.steps())

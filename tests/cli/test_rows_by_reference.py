@@ -21,7 +21,7 @@ from relax_cli.workers.rollout import RolloutActor, RolloutOutput
 from relax_cli.workers.rollout_worker import RolloutWorker
 from relax_cli.workers.trainer import TrainActor
 from relax_cli.workers.trainer_group import TrainerGroup
-from relax_data.types import ROW_COLUMNS, Prompt, SampleGroup, SampleStatus, TrainBatch
+from relax_data.types import ROW_COLUMNS, Prompt, SampleGroup, SampleStatus, StepManifest, TrainBatch
 from relax_rollout.loop.rollout_loop import RolloutResult
 
 PROMPTS, RESPONSES, LENGTH = 8, 4, 400
@@ -153,7 +153,7 @@ def test_rows_come_as_they_were_generated_and_are_gone_with_the_next_rollout(hol
     worker = RolloutWorker(holder, stop=StopFlag())
     worker.generate(3, 3)
     expected = TrainBatch.from_groups(make_groups(3), 3)
-    rows = worker.rows(3).for_rank(1)
+    rows = worker.rows(3).for_rank(1, StepManifest.of(expected))
     found = rows.fetch([5, 2])
     assert list(found) == list(ROW_COLUMNS)
     for name in ROW_COLUMNS:
@@ -174,12 +174,13 @@ def test_a_worker_that_died_or_does_not_answer_is_named_with_rollout_and_rank(
         def fetch_rows(self, rollout_id: int, indices: Sequence[int], columns: Sequence[str]) -> None:
             threading.Event().wait()
 
+    manifest = StepManifest.of(TrainBatch.from_groups(make_groups(7), 7))
     monkeypatch.setattr(references, "ROWS_DEADLINE_S", 0.5)
     with pytest.raises(TimeoutError, match=r"rows of 2 samples of rollout 6 to reach trainer rank 1: giving up"):
-        RolloutRows(create(Silent), 6).for_rank(1).fetch([0, 1])
+        RolloutRows(create(Silent), 6).for_rank(1, manifest).fetch([0, 1])
     monkeypatch.undo()
     worker = RolloutWorker(holder, stop=StopFlag())
     worker.generate(7, 7)
     holder.kill()
     with pytest.raises(RuntimeError, match=r"rollout worker died.*rows of 1 samples of rollout 7 .* trainer rank 0"):
-        worker.rows(7).for_rank(0).fetch([0])
+        worker.rows(7).for_rank(0, manifest).fetch([0])

@@ -46,7 +46,6 @@ CHECKS = {"problems", "_problems"}
 
 REFUSED = "a start with it is refused until the mode is carried out (relax_cli.checks.validate, _start_needs)"
 KNOWN = {
-    "num_data_storage_units": REFUSED,
     "mm_processor_pool_size": REFUSED,
 }
 """Options that nothing reads, each with the reason why that is right. Whoever makes one of them work removes it here:

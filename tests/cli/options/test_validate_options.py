@@ -223,13 +223,6 @@ def test_fully_async_splits_the_gpus(workspace: Path, start: list[str], gpus: Ca
     assert "engine 0 would have GPUs of two nodes: 6 train" in only([*split, *words])
 
 
-def test_storage_units_that_nobody_starts_are_refused(workspace: Path, start: list[str]) -> None:
-    words = [*start, "--fully-async", "--num-data-storage-units", "2"]
-    assert "no storage unit of TransferQueue is started: remove it" in only(words)
-    (note,) = resolve([*words, "--dry-run"], {}).notes
-    assert "--num-data-storage-units" in note
-
-
 def test_fully_async_without_gpus_has_a_process_for_each_side(workspace: Path, start: list[str]) -> None:
     placement = resolve([*start, "--fully-async"], {}).placement
     assert placement is not None

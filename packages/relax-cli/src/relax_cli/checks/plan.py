@@ -14,6 +14,7 @@ from relax_cli.checks.data_checks import data_rows
 from relax_cli.checks.lengths import context_lengths, micro_batch_tokens
 from relax_cli.checks.staleness_checks import most_open
 from relax_cli.cluster.placement import Placement
+from relax_cli.cluster.slots import slots_needed
 from relax_cli.config.run_config import RunConfig
 from relax_cli.config.settings import MODES
 
@@ -103,9 +104,6 @@ def _processes(config: RunConfig) -> Rows:
     engines = f"{placement.engines} SGLang servers" if placement.engines > 1 else "1 SGLang server"
     if placement.device == "cpu":
         rows = [("GPUs", "none: everything runs on CPU"), ("trainer", trainer), ("engines", engines)]
-        if not placement.shared:
-            slots = placement.train_ranks + placement.engines
-            rows.append(("CPUs", f"{placement.train_ranks} + {placement.engines} = {slots} of Ray, one a process"))
     else:
         nodes = cluster.actor_num_nodes
         where = (
@@ -132,11 +130,23 @@ def _processes(config: RunConfig) -> Rows:
         library = "NCCL" if placement.device == "cuda" else "gloo"
         over_group = f"over a process group for each engine ({library})"
         rows.append(("weights", "as files" if cluster.weight_sync == "disk" else over_group))
+        rows += _way_of_rows(config, placement)
     if config.debug.debug_rollout_only:
         rows = [r for r in rows if r[0] != "trainer"]
     if config.debug.debug_train_only:
         rows = [r for r in rows if r[0] != "engines"]
     return [("Ray", ray), *rows]
+
+
+def _way_of_rows(config: RunConfig, placement: Placement) -> Rows:
+    """Where the rows of samples go with ``--fully-async``, and the CPUs of Ray that this needs."""
+    units = config.data.num_data_storage_units
+    several = "s" if units > 1 else ""
+    slots = slots_needed(placement)
+    return [
+        ("rows", f"rollout worker -> TransferQueue, {units} storage unit{several} -> the rank that needs them"),
+        ("CPUs", f"{slots} for trainer and engines + 1 + {units} for TransferQueue = {slots + 1 + units} of Ray"),
+    ]
 
 
 def _parallel(config: RunConfig) -> Rows:

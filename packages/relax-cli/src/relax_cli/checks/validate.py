@@ -261,11 +261,6 @@ def _start_needs(config: RunConfig) -> Problems:
     refusal = mode_refusal(config.cluster)
     if refusal is not None:
         found.append(refusal)
-    if config.cluster.fully_async and "num_data_storage_units" in config.given:
-        found.append(
-            "--num-data-storage-units is checked by this version, but rows go straight from the rollout worker to the "
-            "ranks that train on them, and no storage unit of TransferQueue is started: remove it"
-        )
     if config.data.multimodal_keys:
         found.append(
             "--multimodal-keys is planned and checked by this version, but the models that it trains "

@@ -8,9 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from relax_data.settings import DataSettings
+
 from relax_cli.cluster.placement import Placement
 from relax_cli.cluster.ray_cluster import cluster_gpus
 from relax_cli.cluster.waits import Heartbeat, StopFlag, StopRequested, wait_for
+from relax_cli.config.settings import ClusterSettings
 
 PLACEMENT_DEADLINE_S = 300.0
 """How long a run waits for the cluster to have room for it."""
@@ -32,6 +35,37 @@ def slots_needed(placement: Placement) -> int:
     """Slots of a run: on shared ones engines and trainer take turns, otherwise each side has its own."""
     engines = placement.engines * placement.gpus_per_engine
     return max(placement.train_ranks, engines) if placement.shared else placement.train_ranks + engines
+
+
+def plane_cpus(cluster: ClusterSettings, data: DataSettings) -> int:
+    """CPUs of Ray beside the slots, for the processes of TransferQueue: its controller and the storage units."""
+    return 1 + data.num_data_storage_units if cluster.fully_async else 0
+
+
+def check_cpus(slots: int, units: int) -> None:
+    """Looks whether the connected cluster has the CPUs for a run of ``--fully-async``.
+
+    Args:
+        slots: of trainer and engines.
+        units: storage units of TransferQueue.
+
+    Raises:
+        ValueError: it has too few, or another run uses TransferQueue in it.
+    """
+    import ray
+
+    needed, here = slots + 1 + units, int(ray.cluster_resources().get("CPU", 0))
+    if here < needed:
+        raise ValueError(
+            f"--num-data-storage-units {units}: the run needs {slots} for trainer and engines + 1 for TransferQueue's "
+            f"controller + {units} for its storage units = {needed} CPUs of Ray, and the cluster has {here}: lower it, "
+            "or join a larger cluster with --ray-address"
+        )
+    if any(actor["name"] == "TransferQueueController" for actor in ray.util.list_named_actors(all_namespaces=True)):
+        raise ValueError(
+            "--fully-async: another run uses TransferQueue in this Ray cluster, where there can be one only: wait for "
+            "its end, or run without --ray-address, or in another cluster"
+        )
 
 
 def trainer_slots(placement: Placement, slots: Sequence[Slot]) -> list[Slot]:

@@ -4,8 +4,9 @@ The driver's loop, ``t`` is the step and the version of the weights that it trai
 
     driver     next_step(t)   train(t)   settle(t)  report  begin_push  snapshot  push(t+1)  end_push(t+1)  save  eval
                   |              |           |                  |       (if due)      |           |         (if due)
-    rollout    [gives step t]   [hands rows out]   [books t]  [samples rest] [state]  |      [samples go on]   |
-               ======= generates, scores, filters, in the background =====|   . . . . . .  |==========================
+    rollout    [gives step t]        |         [books t]      [samples rest] [state]  |      [samples go on]   |
+               == generates, scores, filters, puts rows, in the background ==| . . . . . . |==========================
+    plane      [rows of whole groups] |        [clears t]
     engines    [generate ...............................................]|             [weights t+1] [generate .......
     ranks      . . idle . .     [rows -> gradient -> step] . . . . . . . . . . . . . . [buckets]      [checkpoint] . .
 
@@ -15,12 +16,16 @@ The driver's loop, ``t`` is the step and the version of the weights that it trai
                depth and bound                   a prompt that is dropped           fault: the trainer is behind
     driver     the groups of step t              a group that gets whole; a lost    5400 s without a sample: requests by
                                                  engine that is back                engine, first prompt, oldest group
-    ranks      rows of their own samples         rollout worker                     120 s: rollout, rank
+    ranks      rows of their own samples         TransferQueue                      60 s: storage unit, rollout, rank
     driver     an evaluation, before a push      its last response                  a day
     push       samples interrupted too often     their end                          a response's own 3600 s
     push       running requests to end           engines                            60 s: requests and their engines
     ranks      an engine that takes a bucket     engine                             600 s: engine, bucket, bytes
     samples    the end of the push               driver                             as long as the push may take
+
+Rows lie in TransferQueue from when their group is whole until their step is trained; the driver has their ids alone. A
+storage unit that dies ends the run within a minute: the rollout worker asks for a sign of life every few seconds. It
+keeps the samples until they are trained, so checkpoints need nothing of TransferQueue, and a resume puts rows again.
 
 A training step waits for nothing but its rows: pushes and checkpoints lie between steps. An evaluation runs beside
 generation and training, with one version: the next push waits for it. A checkpoint is taken where all samples rest, so
@@ -38,6 +43,7 @@ from typing import TYPE_CHECKING
 
 from relax_cli.controllers.base import Controller, PhaseTimer
 from relax_cli.controllers.engine_recovery import EngineRecovery
+from relax_cli.workers.plane_rows import RowsInPlane
 
 if TYPE_CHECKING:
     from relax_data.types import StepManifest
@@ -54,8 +60,17 @@ class FullyAsyncController(Controller):
         """Of the trainer's weights, as they were sent last."""
         self._evaluating: int | None = None
         self._push_metrics: dict[str, float] = {}
-        self.workers.rollout.meanwhile = self._recovery.watch
-        self.workers.trainers.meanwhile = self._recovery.restart_lost
+        self.workers.rollout.meanwhile = self._while_generating
+        self.workers.trainers.meanwhile = self._while_training
+
+    def _while_generating(self) -> None:
+        """Hears of rows that are lost, without waiting for calls that need them; restarts lost engines, which join."""
+        self.workers.rollout.check_rows()
+        self._recovery.watch()
+
+    def _while_training(self) -> None:
+        self.workers.rollout.check_rows()
+        self._recovery.restart_lost()
 
     def _step(self, rollout_id: int) -> bool:
         """Takes the samples of a step, trains, reports, pushes, saves. False when the prompts are used up."""
@@ -65,9 +80,8 @@ class FullyAsyncController(Controller):
             return False
         self._check_staleness(output.manifest, rollout_id)
         scalars = output.metrics | self._recovery.metrics() | self._push_metrics
-        rollout = self.workers.rollout
-        scalars |= self._train_on(output.manifest, rollout.rows(rollout_id), timer)
-        rollout.settle(rollout_id)
+        scalars |= self._train_on(output.manifest, RowsInPlane(), timer)
+        self.workers.rollout.settle(rollout_id)
         idle = sum(timer.seconds.get(name, 0.0) for name in ("wait_for_rollout", "wait_for_eval", "pause"))
         scalars["async/trainer_idle_share"] = idle / timer.total()
         self._end_step(rollout_id, scalars, timer, output=output)

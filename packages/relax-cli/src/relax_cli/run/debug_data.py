@@ -104,7 +104,7 @@ class FileRows:
     path: Path
     rollout_id: int
 
-    def for_rank(self, rank: int) -> RowSource:
+    def for_rank(self, rank: int, manifest: StepManifest) -> RowSource:
         """Gives this very source: every rank reads the same file."""
         return self
 

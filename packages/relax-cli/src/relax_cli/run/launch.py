@@ -17,7 +17,7 @@ from relax_train.settings.checkpoint import ROLLOUT_ID
 
 from relax_cli.cluster.ray_cluster import cluster_gpus, connected
 from relax_cli.cluster.ray_watch import RayLost
-from relax_cli.cluster.slots import slots_needed
+from relax_cli.cluster.slots import plane_cpus, slots_needed
 from relax_cli.cluster.waits import StopFlag, StopRequested
 from relax_cli.config.export import to_toml
 from relax_cli.config.resolution import fit
@@ -83,7 +83,7 @@ def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag, outcome: 
     ray_logs = config.run_dir / "logs" / "ray"
     # Each slot of the run is one of Ray's CPUs; a few more let Ray's own tasks run beside them.
     slots = 0 if config.placement is None else slots_needed(config.placement) + 2
-    address, cpus = config.cluster.ray_address, max(8, slots)
+    address, cpus = config.cluster.ray_address, max(8, slots + plane_cpus(config.cluster, config.data))
     with connected(address, min_cpus=cpus, note=progress.note, stop=stop, tell=tell, logs=ray_logs):
         config = fit(config, cluster_gpus())
         shape = config.placement

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from relax_rollout.engines.pool import RESTARTS
 
 from relax_cli.cluster.actors import Actor, Ref, creator
-from relax_cli.cluster.slots import Slot, engine_slots, reserve, slots_needed, strategy, trainer_slots
+from relax_cli.cluster.slots import Slot, check_cpus, engine_slots, reserve, slots_needed, strategy, trainer_slots
 from relax_cli.cluster.waits import SETUP_DEADLINE_S, Heartbeat, StopFlag, wait_for
 from relax_cli.config.run_config import RunConfig
 from relax_cli.run.folder import make_engine_key, remove_engine_key
@@ -97,8 +97,11 @@ class WorkerGroups:
         parts = [] if debug.debug_train_only else [f"{self.shape.engines} SGLang engine(s)"]
         parts += [] if debug.debug_rollout_only else [f"{self.shape.train_ranks} trainer rank(s)"]
         heartbeat.note(f"starting {' and '.join(parts)}: their imports alone can take half a minute")
+        needed = slots_needed(self.shape)
+        if self.config.cluster.fully_async:
+            check_cpus(needed, self.config.data.num_data_storage_units)
         self._placement_group, slots = reserve(
-            slots_needed(self.shape), gpus=self.shape.device == "cuda", stop=self._stop, heartbeat=heartbeat
+            needed, gpus=self.shape.device == "cuda", stop=self._stop, heartbeat=heartbeat
         )
         prompts: Ref[bool] | None = None
         imports: list[Ref[None]] = []
@@ -220,9 +223,12 @@ class WorkerGroups:
             trainer: what the trainer is doing meanwhile.
         """
         assert self._engines is not None, "who generates needs engines"
-        engines = self._engines.start([prompts, *trainer])
+        plane = self.rollout.begin_plane() if self.config.cluster.fully_async else None
+        engines = self._engines.start([prompts, *trainer, *([] if plane is None else [plane])])
         self._heartbeat.note(f"{len(engines)} SGLang engine(s) healthy")
         self.rollout.finish_start(prompts, self._heartbeat)
+        if plane is not None:
+            self.rollout.finish_plane(plane, self._heartbeat)
         self.rollout.connect(engines)
         return engines
 

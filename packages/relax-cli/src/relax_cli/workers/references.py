@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-from relax_data.types import ROW_COLUMNS, RowSource
+from relax_data.types import ROW_COLUMNS, RowSource, StepManifest
 
 from relax_cli.cluster.actors import Actor
 from relax_cli.cluster.waits import wait_for
@@ -18,8 +18,8 @@ ROWS_DEADLINE_S = 120.0
 class RowReference(Protocol):
     """A small, picklable name of a rollout's rows."""
 
-    def for_rank(self, rank: int) -> RowSource:
-        """The source that this rank of the trainer fetches from."""
+    def for_rank(self, rank: int, manifest: StepManifest) -> RowSource:
+        """The source that this rank of the trainer fetches the rows of a manifest's samples from."""
         ...
 
 
@@ -37,7 +37,7 @@ class RolloutRows:
     rollout_id: int
     rank: int | None = None
 
-    def for_rank(self, rank: int) -> RowSource:
+    def for_rank(self, rank: int, manifest: StepManifest) -> RowSource:
         """Names these rows for one rank."""
         return dataclasses.replace(self, rank=rank)
 

@@ -15,15 +15,18 @@ from relax_data.types import ROW_COLUMNS, BatchRows, Prompt, StepManifest, Train
 
 from relax_cli.checks.lengths import context_lengths
 from relax_cli.run.debug_data import save_groups
+from relax_cli.workers.plane_rows import ROWS_PLANE
 from relax_cli.workers.process import enter_folder, start_log
 
 if TYPE_CHECKING:
+    from relax_data.plane.transferqueue import TransferQueuePlane
     from relax_profiling.recorders.sglang import RolloutProfiler
     from relax_rollout.engines.base import Engine, EngineAddress, MemoryTag
     from relax_rollout.engines.pool import EngineReport
     from relax_rollout.engines.usage import EngineTime
     from relax_rollout.loop.context import RolloutProgress
     from relax_rollout.loop.producer import Producer
+    from relax_rollout.loop.publisher import RowPublisher
     from relax_rollout.loop.rollout_loop import RolloutResult
 
     from relax_cli.config.run_config import RunConfig
@@ -93,6 +96,8 @@ class RolloutActor:
         self._profiler: RolloutProfiler | None = None
         self._rows: TrainBatch | None = None
         self._producer: Producer | None = None
+        self._plane: TransferQueuePlane | None = None
+        self._publisher: RowPublisher | None = None
         self._evaluation: asyncio.Task[dict[str, float]] | None = None
         self._window = contextlib.AsyncExitStack()  # of the profiler, between two pushes
 
@@ -105,10 +110,17 @@ class RolloutActor:
         self._profiler = self._build_profiler(engines)
         if self._config.cluster.fully_async:
             from relax_rollout.loop.producer import Producer
+            from relax_rollout.loop.publisher import RowPublisher
 
-            concurrency = self._config.sglang.sglang_server_concurrency
-            end = self._config.run.num_rollout
-            self._producer = Producer(self._loop, self._engines, concurrency=concurrency, end=end)
+            assert self._plane is not None, "open_plane() comes first"
+            self._publisher = RowPublisher(self._plane)
+            self._producer = Producer(
+                self._loop,
+                self._engines,
+                concurrency=self._config.sglang.sglang_server_concurrency,
+                end=self._config.run.num_rollout,
+                publisher=self._publisher,
+            )
 
     def _build_profiler(self, engines: "Sequence[EngineAddress]") -> "RolloutProfiler | None":
         settings = self._config.sglang_profile
@@ -162,12 +174,30 @@ class RolloutActor:
         if groups and save_to is not None:
             save_groups(groups, save_to)
         saving_s = time.perf_counter() - start
+        manifest = None
         if groups and not self._config.debug.debug_rollout_only:
-            self._rows = TrainBatch.from_groups(groups, rollout_id)
-        manifest = StepManifest.of(self._rows) if self._rows is not None else None
+            batch = TrainBatch.from_groups(groups, rollout_id)
+            manifest = dataclasses.replace(StepManifest.of(batch), row_ids=result.row_ids)
+            self._rows = None if result.row_ids else batch
         return RolloutOutput(len(groups), manifest, result.metrics, saving_s, result.histograms, result.usage)
 
     # ------------------------------------------------------------------ generation in the background (fully async)
+
+    async def open_plane(self) -> None:
+        """Starts TransferQueue, which carries the rows from here to the ranks of the trainer.
+
+        Raises:
+            PlaneError: Ray has too few free CPUs for it.
+        """
+        from relax_data.plane.transferqueue import TransferQueuePlane
+
+        units = self._config.data.num_data_storage_units
+        self._plane = await asyncio.to_thread(TransferQueuePlane, ROWS_PLANE, units=units)
+
+    async def rows_failed(self) -> None:
+        """Waits until the way of the rows fails, and raises that; it never returns."""
+        assert self._publisher is not None, "only with --fully-async, when the engines are known"
+        await self._publisher.failure()
 
     @property
     def _background(self) -> "Producer":
@@ -175,13 +205,12 @@ class RolloutActor:
         return self._producer
 
     async def next_step(self, step: int) -> RolloutOutput:
-        """The groups of a training step, when they are there; their rows stay here, for :meth:`fetch_rows`."""
+        """The groups of a training step, when they are there and their rows are in the plane."""
         return self._keep(step, await self._background.next_step(step), None)
 
     async def settle(self, step: int) -> None:
-        """Books the groups of a step as trained, and lets go of their rows."""
+        """Books the groups of a step as trained, and clears their rows."""
         self._background.settle(step)
-        self._rows = None
 
     async def begin_push(self) -> dict[str, float]:
         """Brings all samples to rest for a push of weights, once no evaluation runs; the seconds of its parts."""
@@ -347,5 +376,7 @@ class RolloutActor:
         if self._producer is not None:
             await self._producer.stop()
             await self._window.aclose()
+        if self._plane is not None:
+            await asyncio.to_thread(self._plane.shutdown)
         await self._reward.close()
         await self._engines.close()

@@ -38,15 +38,19 @@ class RolloutWorker:
         """
         self._actor, self._stop = actor, stop
         self._asked: Ref[list[EngineReport]] | None = None
+        self._rows_failed: Ref[None] | None = None
 
     def _wait(self, ref: Ref[R], what: str, deadline_s: float = CALL_DEADLINE_S, *, long: bool = False) -> R:
         meanwhile = self.meanwhile if long else None
         try:
             return wait_for(ref, what, stop=self._stop, deadline_s=deadline_s, status=self.status, meanwhile=meanwhile)
         except Exception as error:
-            if self._actor.is_named_in(error):
-                error.add_note("That process was the rollout worker; see its log rollout.log.")
+            self._note_death(error)
             raise
+
+    def _note_death(self, error: Exception) -> None:
+        if self._actor.is_named_in(error):
+            error.add_note("That process was the rollout worker; see its log rollout.log.")
 
     # ------------------------------------------------------------------ start
 
@@ -61,6 +65,19 @@ class RolloutWorker:
             ValueError: prompts, reward or a function of the user cannot be used.
         """
         what = "the prompts to load"
+        wait_for(started, what, stop=self._stop, deadline_s=SETUP_DEADLINE_S, heartbeat=heartbeat)
+
+    def begin_plane(self) -> Ref[None]:
+        """Asks for TransferQueue, through which the rows of ``--fully-async`` go; does not wait."""
+        return self._actor.call(RolloutActor.open_plane)
+
+    def finish_plane(self, started: Ref[None], heartbeat: Heartbeat | None = None) -> None:
+        """Waits for what :meth:`begin_plane` gave.
+
+        Raises:
+            PlaneError: Ray has too few free CPUs for it.
+        """
+        what = "TransferQueue to start"
         wait_for(started, what, stop=self._stop, deadline_s=SETUP_DEADLINE_S, heartbeat=heartbeat)
 
     def connect(self, engines: "Sequence[EngineAddress]") -> None:
@@ -86,7 +103,7 @@ class RolloutWorker:
         return self._wait(call, f"rollout {rollout_id} to be generated and scored", long=True)
 
     def next_step(self, step: int) -> RolloutOutput:
-        """Waits for the groups that a training step takes, with ``--fully-async``; :meth:`rows` names their rows.
+        """Waits for the groups that a training step takes, with ``--fully-async``; their rows are in the plane then.
 
         Args:
             step: absolute id, which is the version of the weights that train.
@@ -99,7 +116,7 @@ class RolloutWorker:
         return self._wait(call, f"the samples of step {step} to be generated and scored", long=True)
 
     def settle(self, step: int) -> None:
-        """Books the groups of a step as trained, and lets go of their rows."""
+        """Books the groups of a step as trained, and clears their rows."""
         self._wait(self._actor.call(RolloutActor.settle, step), "the rollout worker to book the step")
 
     def begin_push(self) -> dict[str, float]:
@@ -125,6 +142,24 @@ class RolloutWorker:
     def finish_evaluation(self) -> dict[str, float]:
         """Waits for the evaluation that :meth:`start_evaluation` began; its metrics."""
         return self._wait(self._actor.call(RolloutActor.finish_evaluation), "the evaluation", long=True)
+
+    def check_rows(self) -> None:
+        """Looks, without waiting, whether the way of the rows of ``--fully-async`` has failed.
+
+        Raises:
+            PlaneFailed: it has; the message says which part of it.
+            RayActorError: the rollout worker has died.
+        """
+        import ray
+
+        if self._rows_failed is None:
+            self._rows_failed = self._actor.call(RolloutActor.rows_failed)
+        if ray.wait([self._rows_failed], timeout=0)[0]:
+            try:
+                ray.get(self._rows_failed)
+            except Exception as error:
+                self._note_death(error)
+                raise
 
     def rows(self, rollout_id: int) -> RolloutRows:
         """The rows of the rollout that was generated last, for the trainer's ranks."""

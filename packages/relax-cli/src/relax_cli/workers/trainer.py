@@ -135,6 +135,10 @@ class TrainActor:
         """Tells this rank where the engines are, and sets up the way for weights to them; again when one has moved."""
         from relax_rollout.weight_sync.transports import make_transport
 
+        from relax_cli.workers.plane_rows import joined_plane
+
+        if self._config.cluster.fully_async:
+            joined_plane()  # now, and not in the first step
         placement = self._placement
         if self._transport is not None:
             self._transport.close()
@@ -156,7 +160,13 @@ class TrainActor:
             rows: where this rank gets the rows of its own samples from.
             version: of the weights before these steps.
         """
-        return self._ready.train(manifest, rows.for_rank(self._rank), version=version)
+        from relax_cli.workers.plane_rows import FetchedRows
+
+        source = rows.for_rank(self._rank, manifest)
+        metrics = self._ready.train(manifest, source, version=version)
+        if isinstance(source, FetchedRows):
+            metrics["plane/fetch_s"] = source.seconds
+        return metrics
 
     def push_weights(self, version: int, engines: "Sequence[str] | None" = None) -> "PushReport":
         """Sends the current weights to the engines of these names, or to all, as ``version``."""

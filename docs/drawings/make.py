@@ -217,7 +217,7 @@ def fully_async() -> Drawing:
         fill=BLUE,
     )
     d.box((910, 226), (70, 64), ("version", "t+1"), fill=BLUE)
-    d.box((170, 314), (730, 36), ("rows of step t: there from next_step to settle",), fill=GREY)
+    d.box((170, 314), (730, 36), ("TransferQueue: the rows of each group, from when it is whole to settle",), fill=GREY)
     d.box(
         (320, 376),
         (230, 64),
@@ -231,7 +231,7 @@ def fully_async() -> Drawing:
     d.text((170, 476), "Who waits for whom, and how long at most", bold=True)
     waits = (
         "producer: the gate (a push, a closed step, a dropped prompt).  driver in next_step: a finished group, 5400 s",
-        "trainer ranks: their rows, 120 s.  begin_push: an evaluation that runs; requests that end, 60 s",
+        "trainer ranks: their rows, 60 s.  begin_push: an evaluation that runs; requests that end, 60 s",
         "a rank that feeds an engine: broadcast and answer, 600 s.  held samples: end_push",
     )
     for i, words in enumerate(waits):

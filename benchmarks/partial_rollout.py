@@ -252,21 +252,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cap-tokens", type=int, default=1000, help="longest response")
     parser.add_argument("--batch", type=int, default=8, help="prompts a step")
     parser.add_argument("--samples", type=int, default=4, help="responses a prompt")
-    parser.add_argument("--depth", type=int, help="prompts that partial has open at once; default: twice the batch")
-    parser.add_argument("--restart-depth", type=int, help="prompts that restart has open; default: twice the batch")
+    parser.add_argument("--depth", type=int, help="prompts that partial has open at once; default: 2.5 times the batch")
+    parser.add_argument("--restart-depth", type=int, help="prompts that restart has open; default: 2.5 times the batch")
     parser.add_argument("--max-staleness", type=int, default=4)
     parser.add_argument("--rollouts", type=int, default=95, help="that are counted")
     parser.add_argument("--warm-up", type=int, help="rollouts before them; default: the staleness + 1")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--no-eval", action="store_true", help="no held-out rewards")
-    parser.add_argument("--eval-samples", type=int, default=4, help="responses to a held-out prompt")
+    parser.add_argument("--eval-samples", type=int, default=8, help="responses to a held-out prompt")
     parser.add_argument("--mem-fraction", type=float, default=0.5, help="share of the GPU's memory for the engine")
     parser.add_argument("--out", type=Path, help="keep model, logs and metrics here")
     parser.add_argument("options", nargs="*", help="further options of `relax train`, after `--`")
     arguments = parser.parse_args()
     if (arguments.model_dir or arguments.shape) and not arguments.no_eval:
         parser.error("a model other than that of the example is measured for speed alone: add --no-eval")
-    arguments.depth = arguments.depth or 2 * arguments.batch
+    arguments.depth = arguments.depth or 5 * arguments.batch // 2
     arguments.restart_depth = arguments.restart_depth or 2 * arguments.batch
     arguments.warm_up = arguments.max_staleness + 1 if arguments.warm_up is None else arguments.warm_up
     return arguments

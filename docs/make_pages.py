@@ -172,7 +172,7 @@ def simulated_example() -> str:
     page = (DOCS / "simulate.md").read_text(encoding="utf-8")
     command = re.search(r"^    relax simulate (--num-gpus(?:.*\\\n)*.*)$", page, re.M)
     assert command, "docs/simulate.md has lost its example"
-    _, rows = simulated(read_settings(command[1].replace("\\", " ").split()))
+    rows = simulated(read_settings(command[1].replace("\\", " ").split())).rows
     lines = ["| mode | GPUs | `--max-staleness` | step, s | gain | trainer idle | mean staleness | binds |"]
     lines.append("|---|---|--:|--:|--:|--:|--:|---|")
     for row in rows:

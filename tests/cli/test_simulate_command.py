@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_the_table_says_that_it_is_a_model_and_marks_one_row(capsys: pytest.CaptureFixture[str]) -> None:
     lines = output(["--num-gpus", "8", *GIVEN], capsys).splitlines()
     assert lines[0].startswith("A model, not a measurement")
-    rows = [line for line in lines if "colocate  " in line or "colocate + partial" in line or "fully async" in line]
+    rows = [line for line in lines if line[1:3] == "  " and line[3:].startswith(("colocate", "fully async"))]
     assert len(rows) == 1 + 4 + 3 * 4
     assert sum(line.startswith("*") for line in rows) == 1
     assert any(line.split() == ["train-rate", "9000", "--train-rate"] for line in lines)
@@ -118,6 +119,59 @@ def test_open_groups_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["plan"]["bound"]["depth"] for row in rows] == [4, 8, 10, *([8, 10] * 3)]
     (told,) = refusal([*GIVEN, "--over-sampling-batch-size", "3"], capsys)
     assert told == "  - --over-sampling-batch-size 3 is less than --rollout-batch-size 4: raise it"
+
+
+def test_a_value_given_twice_is_one_row(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = found([*GIVEN, "--rollout-num-gpus", "4", "2", "4", "--max-staleness", "1", "1"], capsys)["rows"]
+    assert [row["rollout_gpus"] for row in rows] == [8, 8, 4, 2]
+
+
+def remarks(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What stands under the table; the same as in the JSON."""
+    told: list[str] = found(argv, capsys)["remarks"]
+    assert " ".join(told) in " ".join(output(argv, capsys).split())
+    return "\n".join(told)
+
+
+def test_a_mode_without_rows_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    told = remarks([*GIVEN, "--num-gpus", "8", "--rollout-num-gpus-per-engine", "8"], capsys)
+    assert "No row of fully async: --num-gpus 8 leaves no GPU that trains beside one engine of" in told
+    assert "No row of colocate + partial" not in told
+    for argv in (["--max-staleness", "0"], ["--over-sampling-batch-size", "4"]):
+        told = remarks([*GIVEN, *argv], capsys)
+        assert "No row of colocate + partial: it needs a --max-staleness of 1 or more" in told
+        assert "No row of fully async" not in told
+    assert "No row" not in remarks([*GIVEN, "--max-staleness", "0", "--no-partial-rollout"], capsys)
+
+
+def test_what_the_comparison_rests_on_is_said_with_the_gain_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten seconds of switching decide here for fully async; without them colocate + partial is as good."""
+    argv = [*QUICK, "--engine-rate", "1e5", "--engine-half", "0", "--train-rate", "1e5", "--prefill-rate", "1e6"]
+    argv += ["--response-length-mean", "400", "--response-length-sigma", "0", "--rollout-max-response-len", "400"]
+    argv += ["--num-gpus", "2", "--max-staleness", "1", "--push-seconds", "0"]
+    told = remarks(argv, capsys)
+    assert "Rests on figures that are assumed, neither given nor measured: rollout-num-gpus-per-engine 1, " in told
+    assert "switch-seconds 2" in told
+    assert "push-seconds" not in told
+    given = {value: found([*argv, "--switch-seconds", value], capsys) for value in ("0", "2")}
+    (assumed,) = (row for row in found(argv, capsys)["rows"] if row["best"])
+    assert assumed in given["2"]["rows"]
+    (without,) = (row for row in given["0"]["rows"] if row["plan"] == assumed["plan"])
+    gain = f"--switch-seconds 0 the gain of fully async (1 + 1 GPUs, --max-staleness 1) is {without['speed_up']:.2f}"
+    assert f"With {gain} instead of {assumed['speed_up']:.2f}" in told
+    assert assumed["speed_up"] > 2 * without["speed_up"]
+    assert not without["best"]
+    assert "colocate" in told.split(f"instead of {assumed['speed_up']:.2f}, and ")[1]
+    assert all("switch-seconds" not in "".join(answer["remarks"]) for answer in given.values())
+
+
+@pytest.mark.parametrize("more", [[], ["--json"], ["--help"]])
+def test_output_that_cannot_be_written_is_one_line(more: list[str]) -> None:
+    command = [sys.executable, "-m", "relax_cli.main", "simulate", *GIVEN, *more]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "relax simulate: the output cannot be written: No space left on device\n"
 
 
 def test_lengths_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,7 +349,7 @@ def test_a_run_gives_all_figures_and_each_says_what_it_was_read_from(
     assert figures["engine_rate"]["source"] == "the run: time/generate of 7 rollouts, of which it is off by 0%"
     assert figures["rollout_batch_size"]["source"] == "the run: config.toml"
     assert figures["response_lengths"]["source"] == "the run: histogram rollout/response_lengths"
-    assert "assumed" not in json.dumps(figures)
+    assert [name for name in figures if "assumed" in figures[name]["source"]] == ["prefill_rate"]
 
 
 def test_with_several_engines_the_fit_is_near(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,10 +360,10 @@ def test_with_several_engines_the_fit_is_near(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_figures_of_a_run_have_the_ranges_of_their_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes: dict[str, Any] = {"time/weight_update": -3.0}
+    changes: dict[str, Any] = {"time/weight_update": 1e6}
     folder = write_run(tmp_path, gpus=1, **changes)
     (told,) = refusal(["--from", str(folder)], capsys)
-    assert told == f"  - --from {folder}: --push-seconds must be 0 or more, not -3.0"
+    assert told == f"  - --from {folder}: --push-seconds must be 100000.0 or less, not 1000000.0"
 
 
 def test_what_is_given_wins_over_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,6 +394,7 @@ def test_the_first_step_warms_up_and_does_not_count(tmp_path: Path, capsys: pyte
         ({"train/samples": None}, "has no train/samples; give --prompt-length"),
         ({"engines/serving": None}, "has no engines/serving; give --num-gpus, --train-rate"),
         ({"train/total_tokens": None}, "holds no step that was trained"),
+        ({"engines/serving": 0}, "has no engines/serving above 0; give --num-gpus, --train-rate"),
         ({"rollout/tokens": 1e6}, "give --engine-rate and --engine-half"),
         ({"rollout/kept_tokens": 100}, "give --engine-rate and --engine-half"),
     ],
@@ -356,13 +411,134 @@ def test_a_run_without_histograms_says_what_to_give(tmp_path: Path, capsys: pyte
     folder = write_run(tmp_path)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     name = "rollout/response_lengths"
-    histograms: list[Any] = [None, [], {name: "x"}, {name: [[1], [2, "x"]]}, {name: [[0, 5]]}]
+    histograms: list[Any] = [None, [], {}, {name: None}, {name: []}]
     for hostile in histograms:
         text = "\n".join(json.dumps(row | {"histograms": hostile}) for row in rows)
         (folder / "metrics.jsonl").write_text(text)
         told = "\n".join(refusal(["--from", str(folder)], capsys))
         assert "has no histogram rollout/response_lengths; give --response-lengths or --response-length-mean" in told
         assert found(["--from", str(folder), *GIVEN], capsys)["rows"]
+
+
+def rewrite(folder: Path, change: Callable[[int, dict[str, Any]], str]) -> Path:
+    """Makes every line of a run anew from its number and its metrics."""
+    file = folder / "metrics.jsonl"
+    lines = enumerate(file.read_text().splitlines(), 1)
+    file.write_text("\n".join(change(number, json.loads(line)) for number, line in lines) + "\n")
+    return folder
+
+
+NO_METRIC = [
+    ("train/samples", "0"),
+    ("time/train", "0"),
+    ("time/train", "true"),
+    ("time/train", '"fast"'),
+    ("time/train", "NaN"),
+    ("time/generate", "0.0"),
+    ("time/weight_update", "1e308"),
+    ("time/weight_update", "-3.0"),
+    ("time/sleep_wake", "Infinity"),
+    ("time/step", "-1"),
+    ("train/total_tokens", "1e308"),
+    ("train/total_tokens", "1e400"),
+    ("train/total_tokens", "9" * 400),
+    ("rollout/tokens", "[[[]]]"),
+    ("engines/serving", "-Infinity"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), NO_METRIC)
+def test_a_number_that_no_run_logs_is_an_error_with_its_line(
+    name: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(number: int, row: dict[str, Any]) -> str:
+        return json.dumps(row | {name: "HERE"} if number == 5 else row).replace('"HERE"', value)
+
+    told = refusal(["--from", str(rewrite(write_run(tmp_path, gpus=1), broken))], capsys)
+    assert all(line.startswith(f"  - {tmp_path / 'metrics.jsonl'}:5: {name} is ") for line in told), told
+    assert max(map(len, told)) < 300
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    ["x", [[1], [2, 3]], [[0, 5]], [[-3, 5]], [[5, -3]], [[10**9, 5]], [["HERE", 1]], [[2.5, 1]], [[True, 1]], 7],
+)
+def test_lengths_that_are_none_are_an_error_with_their_line(
+    pairs: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(number: int, row: dict[str, Any]) -> str:
+        changed = row | {"histograms": {"rollout/response_lengths": pairs}} if number == 5 else row
+        return json.dumps(changed).replace('"HERE"', "1e400")
+
+    folder = rewrite(write_run(tmp_path, gpus=1), broken)
+    (told,) = refusal(["--from", str(folder)], capsys)
+    assert told.startswith(f"  - {folder / 'metrics.jsonl'}:5: rollout/response_lengths holds ")
+    assert found(["--from", str(folder), *GIVEN], capsys)["rows"], "what is given is not read"
+
+
+def test_lines_that_are_no_steps_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--from", str(write_run(tmp_path, gpus=1)), *QUICK]
+    file = tmp_path / "metrics.jsonl"
+    whole, lines = found(argv, capsys), file.read_text().splitlines()
+    assert "left out" not in "".join(whole["remarks"])
+    deep = "[" * 200_000
+    hostile = ['{"step": 3, "time/tra', deep, '"text"', "[]", "7", "{}", '{"step": "1"}', '{"step": -1}', "\udcff", ""]
+    text = "\n".join([lines[0], *hostile, *lines[1:]]) + "\n"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    damaged = found(argv, capsys)
+    assert damaged["remarks"][0] == (
+        f"9 lines of {file} left out: the first is line 2, no whole line of JSON, as after a kill."
+    )
+    assert (damaged["figures"], damaged["rows"]) == (whole["figures"], whole["rows"])
+    file.write_text(deep)
+    (told,) = refusal(argv, capsys)
+    assert "holds no step that was trained" in told
+    assert told.endswith("1 line of " + f"{file} left out: line 1, no whole line of JSON, as after a kill.")
+
+
+# ---------------------------------------------------------------------- runs of both modes
+
+ASYNC = 'hf_checkpoint = "model"\nrollout_batch_size = 6\nn_samples_per_prompt = 4\nfully_async = true\n'
+
+
+def as_async(row: dict[str, Any]) -> dict[str, Any]:
+    """A step as a fully-async run logs it, with other seconds."""
+    gone = {"time/generate", "time/sleep_wake"}
+    rest = {name: value for name, value in row.items() if name not in gone}
+    return rest | {"time/wait_for_rollout": 0.5, "time/weight_update": 7.0}
+
+
+def test_an_async_run_does_not_show_what_switching_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = rewrite(write_run(tmp_path), lambda _, row: json.dumps(as_async(row) if "time/step" in row else row))
+    rates = ["--engine-rate", "8000", "--engine-half", "40"]
+    (folder / "config.toml").write_text(ASYNC + "actor_num_gpus_per_node = 2\n")
+    (told,) = refusal(["--from", str(folder), *rates], capsys)
+    assert "a run of --fully-async on GPUs does not show how long colocate takes to change sides; give --swi" in told
+    answer = found(["--from", str(folder), *rates, "--switch-seconds", "3", *QUICK], capsys)
+    assert answer["figures"]["num_gpus"]["value"] == 4
+    (folder / "config.toml").write_text(ASYNC + "actor_num_gpus_per_node = 0\n")
+    switch = found(["--from", str(folder), *rates, *QUICK], capsys)["figures"]["switch_seconds"]
+    assert switch == {"value": 0, "source": "the run: on CPU nothing changes sides"}
+    (folder / "config.toml").write_text(ASYNC)
+    told = "\n".join(refusal(["--from", str(folder), *rates], capsys))
+    assert "config.toml has no actor_num_gpus_per_node; give --num-gpus" in told
+    assert "give --switch-seconds" in told
+
+
+def test_of_a_run_of_both_modes_the_last_one_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def mixed(_: int, row: dict[str, Any]) -> str:
+        return json.dumps(as_async(row) if "time/step" in row and row["step"] < 3 else row)
+
+    folder = rewrite(write_run(tmp_path, gpus=1), mixed)
+    answer = found(["--from", str(folder), *QUICK], capsys)
+    assert answer["figures"]["push_seconds"]["value"] == 1.5
+    assert answer["figures"]["response_lengths"]["value"].startswith(f"{4 * 24} lengths")  # 5 steps, one warms up
+    assert answer["remarks"][0] == (
+        "The run was made in both modes: only its last 5 steps, of colocate, are used, not the 3 before them."
+    )
+    (folder / "config.toml").write_text(ASYNC)
+    (told,) = refusal(["--from", str(folder)], capsys)
+    assert "is of a start as fully async, and the last step in metrics.jsonl is of colocate; wait for" in told
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

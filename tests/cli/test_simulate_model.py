@@ -152,6 +152,45 @@ def test_few_open_groups_are_named_as_what_binds() -> None:
     assert step.staleness_mean < 4
 
 
+@pytest.mark.parametrize("staleness", [1, 2, 8])
+def test_a_push_that_waits_is_named_as_what_binds(staleness: int) -> None:
+    """A higher staleness does not help there, and keeping what is interrupted does."""
+    drained = of_4b(apart(4, 4, bound_of(32, staleness), drains=True))
+    assert drained.binds == "drain"
+    assert of_4b(apart(4, 4, bound_of(32, staleness + 4), drains=True)).seconds > 0.9 * drained.seconds
+    assert of_4b(apart(4, 4, bound_of(32, staleness))).seconds < 0.8 * drained.seconds
+
+
+def test_with_staleness_0_nothing_runs_at_a_push() -> None:
+    assert of_4b(apart(4, 4, bound_of(32, 0), drains=True)).binds == "deadline"
+
+
+def test_what_the_trainer_does_most_is_named() -> None:
+    """A batch takes 1 s of the engine, and the trainer three times as long."""
+    plans, lengths = {"colocate": colocate(1, bound_of(8, 0)), "async": apart(1, 1, bound_of(8, 2))}, equal(100)
+    tokens = 8 * 8 * 100
+
+    def binds(mode: str, *, train_s: float, push_s: float, switch_s: float) -> str:
+        rates = Rates(
+            engine=tokens,
+            half=0,
+            prefill=1e12,
+            train=tokens / train_s,
+            push_s=push_s,
+            switch_s=switch_s,
+            concurrency=999,
+        )
+        return simulate(plans[mode], rates, lengths, steps=10).binds
+
+    for mode in plans:
+        assert binds(mode, train_s=2, push_s=0.4, switch_s=0.6) == "train"
+        assert binds(mode, train_s=0.4, push_s=2, switch_s=0.6) == "push"
+    assert binds("colocate", train_s=0.4, push_s=0.6, switch_s=2) == "switch"
+    assert binds("async", train_s=0.6, push_s=0.4, switch_s=2) == "rollout"
+    # The trainer waits for a twentieth of the time and more, and pushes for most of it.
+    assert binds("async", train_s=0.2, push_s=3, switch_s=0) == "push"
+
+
 def test_a_slow_trainer_is_named_as_what_binds() -> None:
     step = of_4b(apart(1, 7, bound_of(32, 4)))
     assert step.binds == "train"

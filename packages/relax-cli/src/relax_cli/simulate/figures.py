@@ -10,9 +10,10 @@ from typing import Any
 from relax_data.options import flag
 
 from relax_cli.config.run_config import ConfigError
-from relax_cli.simulate.measured import LENGTHS, MeasuredRun
+from relax_cli.simulate.measured import MeasuredRun
 from relax_cli.simulate.model import Rates
 from relax_cli.simulate.settings import LONGEST, SimulateSettings
+from relax_cli.simulate.steps import LENGTHS
 
 _ASSUMED: dict[str, float | None] = {
     "num_gpus": 8,
@@ -25,7 +26,7 @@ _ASSUMED: dict[str, float | None] = {
     "sglang_server_concurrency": 512,
     "prompt_length": 0,
 }
-"""What stands for a figure that is neither given nor read from a run; None: it is needed."""
+"""What stands for a figure that is not given when there is no run to read it from; None: it is needed."""
 
 Draw = Callable[[random.Random], int]
 
@@ -44,6 +45,8 @@ class Figures:
     Attributes:
         table: every figure with its source.
         draw: makes one response length.
+        assumed: names of the figures that are neither given nor read.
+        notes: in words, what of the run is left out.
 
     Raises:
         ConfigError: figures are missing or cannot be read; holds all problems.
@@ -51,6 +54,7 @@ class Figures:
 
     def __init__(self, settings: SimulateSettings) -> None:
         self.table: dict[str, Figure] = {}
+        self.assumed: list[str] = []
         self._settings = settings
         run, problems = None, []
         if settings.from_run is not None:
@@ -58,7 +62,7 @@ class Figures:
                 run = MeasuredRun(Path(settings.from_run).expanduser())
             except ValueError as error:
                 raise ConfigError([str(error)]) from None
-        self._run = run
+        self._run, self.notes = run, () if run is None else run.notes
         for read in (*((lambda name=name: self._find(name)) for name in _ASSUMED), self._engine, self._lengths):
             try:
                 read()
@@ -72,7 +76,9 @@ class Figures:
             raise ConfigError(list(dict.fromkeys(problems)))
         if not self._is_given("prefill_rate"):
             prefill = 3 * self.number("train_rate") * self.number("rollout_num_gpus_per_engine")
-            self.table["prefill_rate"] = Figure(prefill, "3 x --train-rate: a forward pass is a third of training")
+            words = "assumed, 3 x --train-rate: a forward pass is a third of training"
+            self.table["prefill_rate"] = Figure(prefill, words)
+            self.assumed.append("prefill_rate")
 
     def number(self, name: str) -> float:
         """The figure of that option."""
@@ -80,16 +86,24 @@ class Figures:
         assert not isinstance(value, str)
         return value
 
-    def rates(self) -> Rates:
-        """The speeds for the model."""
+    def rates(self, **instead: float) -> Rates:
+        """The speeds for the model.
+
+        Args:
+            instead: figures by name that stand for those of the table.
+        """
+
+        def number(name: str) -> float:
+            return instead.get(name, self.number(name))
+
         return Rates(
-            engine=self.number("engine_rate"),
-            half=self.number("engine_half"),
-            prefill=self.number("prefill_rate"),
-            train=self.number("train_rate"),
-            push_s=self.number("push_seconds"),
-            switch_s=self.number("switch_seconds"),
-            concurrency=int(self.number("sglang_server_concurrency")),
+            engine=number("engine_rate"),
+            half=number("engine_half"),
+            prefill=number("prefill_rate"),
+            train=number("train_rate"),
+            push_s=number("push_seconds"),
+            switch_s=number("switch_seconds"),
+            concurrency=int(number("sglang_server_concurrency")),
         )
 
     def _is_given(self, name: str) -> bool:
@@ -104,8 +118,9 @@ class Figures:
         found = self._run.value(name) if self._run is not None else None
         if found is not None:
             self.table[name] = Figure(found[0], f"the run: {found[1]}")
-        elif (assumed := _ASSUMED[name]) is not None:
+        elif self._run is None and (assumed := _ASSUMED[name]) is not None:
             self.table[name] = Figure(assumed, f"assumed; {flag(name)} sets it")
+            self.assumed.append(name)
         else:
             raise ValueError(f"{flag(name)} is needed: give it, or --from RUN_DIR with a run that shows it")
 

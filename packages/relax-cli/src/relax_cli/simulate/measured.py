@@ -2,16 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from relax_cli.config.files import read_file
 from relax_cli.config.options import namespace
 from relax_cli.run.folder import METRICS
-from relax_cli.run.tracking import read_metrics
+from relax_cli.simulate.steps import LENGTHS, of_last_mode, read_steps
 
-LENGTHS = "rollout/response_lengths"
 _TRAINER = ("time/fetch", "time/log_probs", "time/ref_log_probs", "time/train", "time/train_wait")
 _ALIKE = 0.01
 """Least sine squared of the angle between two columns of equations that tell two unknowns apart."""
@@ -22,6 +20,9 @@ class MeasuredRun:
 
     Args:
         folder: the run's.
+
+    Attributes:
+        notes: in words, what of the run is left out.
 
     Raises:
         ValueError: it is no folder of a run, or nothing was trained in it; the message says what is missing.
@@ -38,13 +39,25 @@ class MeasuredRun:
         self._options = {name: option.default for name, option in namespace().options.items()}
         self._options |= {name: given.value for name, given in layer.values.items() if name in self._options}
         try:
-            rows = [_numbers(row) for row in read_metrics(folder / METRICS)]
+            steps, skipped = read_steps(folder / METRICS)
         except OSError as error:
             raise ValueError(f"--from {folder}: {METRICS} cannot be read: {error.strerror}") from None
-        steps = [row for row in rows if row.get("time/step", 0) > 0 and row.get("train/total_tokens", 0) > 0]
-        if not steps:
-            raise ValueError(f"--from {folder}: {METRICS} holds no step that was trained; wait for the first ones")
-        self.steps = steps[1:] or steps
+        trained = [step for step in steps if step.number("time/step") and step.number("train/total_tokens")]
+        if not trained:
+            raise ValueError(
+                f"--from {folder}: {METRICS} holds no step that was trained; wait for the first ones"
+                + (f". {skipped}" if skipped else "")
+            )
+        used, mixed = of_last_mode(trained)
+        self._is_async = bool(self._options["fully_async"])
+        if used[-1].is_async != self._is_async:
+            names = ("colocate", "fully async")
+            raise ValueError(
+                f"--from {folder}: config.toml is of a start as {names[self._is_async]}, and the last step in "
+                f"{METRICS} is of {names[used[-1].is_async]}; wait for the first step of that start"
+            )
+        self.steps = used[1:] or used
+        self.notes = tuple(note for note in (skipped, mixed) if note)
 
     def value(self, name: str) -> tuple[float, str] | None:
         """The figure of an option of ``relax simulate``, and what it was read from; None when a run has no such figure.
@@ -71,8 +84,8 @@ class MeasuredRun:
             ValueError: they were not logged.
         """
         counts: Counter[int] = Counter()
-        for row in self.steps:
-            counts.update(_lengths(row))
+        for step in self.steps:
+            counts.update(step.lengths())
         if not counts:
             raise self._lacks(f"histogram {LENGTHS}", "--response-lengths or --response-length-mean")
         return counts
@@ -89,14 +102,15 @@ class MeasuredRun:
         Raises:
             ValueError: the run does not tell it.
         """
-        points, (_, engines) = [], self._parts()
-        for row in self.steps:
-            lengths = _lengths(row)
+        points = []
+        for step in () if self._is_async else self.steps:
+            lengths = step.lengths()
             tokens = sum(length * n for length, n in lengths.items())
+            generated, seconds = step.number("rollout/tokens") or 0.0, step.number("time/generate")
             # The time of a rollout says how fast the engines are, if it generated what was trained and nothing else.
-            same = abs(tokens - row.get("rollout/tokens", 0)) <= 0.02 * tokens and not row.get("rollout/kept_tokens")
-            if tokens and same and row.get("time/generate", 0) > 0 and not self._options["fully_async"]:
-                points.append((tokens / engines, max(lengths), row["time/generate"]))
+            same = abs(tokens - generated) <= 0.02 * tokens and not step.number("rollout/kept_tokens")
+            if tokens and same and seconds:
+                points.append((tokens / self._parts()[1], max(lengths), seconds))
         if not points:
             what = f"step that generated just what it trained (colocate, no over-sampling, no filter) with {LENGTHS}"
             raise self._lacks(what, "--engine-rate and --engine-half")
@@ -113,28 +127,36 @@ class MeasuredRun:
         """(GPUs that train, engines). What runs on CPU counts as one GPU."""
         nodes, each = self._options["actor_num_nodes"], self._options["actor_num_gpus_per_node"]
         per_engine = self._options["rollout_num_gpus_per_engine"]
-        engines = int(max(row.get("engines/serving", 0) for row in self.steps))
-        if each is None and engines and not self._options["fully_async"]:
+        serving = [found for step in self.steps if (found := step.number("engines/serving")) is not None]
+        engines, flags = int(max(serving, default=0)), "--num-gpus, --train-rate, --engine-rate and --engine-half"
+        if each is None and engines and not self._is_async:
             return engines * per_engine, engines
-        if each is None:
-            raise self._lacks("engines/serving", "--num-gpus, --train-rate, --engine-rate and --engine-half")
+        if each is None and engines:
+            raise ValueError(f"--from {self.folder}: config.toml has no actor_num_gpus_per_node; give {flags}")
+        # One step may have been logged while all engines restarted; not every one.
+        if not engines and (serving or each is None or self._is_async):
+            raise self._lacks("engines/serving" + " above 0" * bool(serving), flags)
         return max(1, nodes * each), engines or max(1, nodes * each // per_engine)
 
     def _num_gpus(self) -> tuple[float, str]:
         train, engines = self._parts()
         rollout = engines * self._options["rollout_num_gpus_per_engine"]
-        return train + rollout * self._options["fully_async"], "config.toml and engines/serving"
+        return train + rollout * self._is_async, "config.toml and engines/serving"
 
     def _train_rate(self) -> tuple[float, str]:
-        seconds = sum(row.get(name, 0) for row in self.steps for name in _TRAINER)
-        if seconds <= 0:
-            raise self._lacks("time/train", "--train-rate")
+        self._mean("time/train", "--train-rate")  # the main part, which no step lacks
+        seconds = sum(map(self._sum, _TRAINER))
         gpus, _ = self._parts()
         return self._sum("train/total_tokens") / seconds / gpus, f"train/total_tokens / seconds of training / {gpus}"
 
-    def _switch_seconds(self) -> tuple[float, str] | None:
-        if self._options["fully_async"]:
-            return None
+    def _switch_seconds(self) -> tuple[float, str]:
+        if self._is_async:
+            if self._options["actor_num_gpus_per_node"] == 0:
+                return 0.0, "on CPU nothing changes sides"
+            raise ValueError(
+                f"--from {self.folder}: a run of --fully-async on GPUs does not show how long colocate takes to change "
+                "sides; give --switch-seconds, for instance from a short colocate run, or 0 to leave it out"
+            )
         spent = self._sum("time/sleep_wake") + self._sum("time/other")
         return spent / len(self.steps), "mean of time/sleep_wake + time/other"
 
@@ -145,10 +167,10 @@ class MeasuredRun:
         return prompt, "train/total_tokens / train/samples - rollout/response_length"
 
     def _sum(self, name: str) -> float:
-        return math.fsum(row.get(name, 0) for row in self.steps)
+        return math.fsum(step.number(name) or 0.0 for step in self.steps)
 
     def _mean(self, name: str, instead: str) -> float:
-        if not all(name in row for row in self.steps):
+        if any(step.number(name) is None for step in self.steps):
             raise self._lacks(name, instead)
         return self._sum(name) / len(self.steps)
 
@@ -191,18 +213,3 @@ def fit_engine(
         "its rollouts are too much alike to tell how the rate of an engine rises with the number of its requests; give "
         "--engine-half, the number with which it has half of its highest rate, or --engine-rate, that rate"
     )
-
-
-def _lengths(row: Mapping[str, Any]) -> dict[int, int]:
-    """The response lengths of a step and how often each occurs; empty when they were not logged."""
-    try:
-        pairs = [(int(length), int(n)) for length, n in row["histograms"][LENGTHS]]
-    except (KeyError, TypeError, ValueError):
-        return {}
-    return {length: n for length, n in pairs if length > 0 and n > 0}
-
-
-def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without metrics that are no numbers: ``null``, where they were not finite."""
-    numbers = {k: v for k, v in row.items() if isinstance(v, int | float) and math.isfinite(v)}
-    return numbers | {"histograms": row.get("histograms")}

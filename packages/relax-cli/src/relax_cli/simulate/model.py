@@ -100,10 +100,8 @@ class Step:
         engines_paused: share in which engines stand still: pushes, and with colocate the trainer's turn.
         staleness_mean: versions between a group's start and the weights that train on it.
         staleness_max: the most of them.
-        binds: what to change for shorter steps: ``train`` when the trainer hardly waits (colocate: works for half of
-            the step), ``rollout`` when the engines do half of what they could with very many requests or more; else
-            too few requests run, because of ``depth``, or of ``deadline``, the staleness that is allowed.
-        bounds: seconds that a step cannot be shorter than, by the same names; see :func:`lower_bounds`.
+        binds: what to change for shorter steps; see :func:`what_binds`.
+        bounds: seconds that a step cannot be shorter than; see :func:`lower_bounds`.
         trained: tokens of prompts and responses that a step trains.
         prefilled: tokens of which the engines computed keys and values: prompts and what had been interrupted.
         ended: responses that ended in the whole simulation.
@@ -188,7 +186,7 @@ class Simulation:
         self.engines = [Engine(rates) for _ in range(plan.engines)]
         self.now = 0.0
         self.version = self.step = self.ended = 0
-        self.paused_s = 0.0
+        self.paused_s = self.drained_s = 0.0
         self.opened: dict[int, Group] = {}
         self.whole: dict[int, OpenGroup] = {}
         self.closed: list[tuple[list[Group], int]] = []
@@ -305,9 +303,12 @@ class Simulation:
         self._trainer = (self.now + self.train_s(self.tokens_of(-1)) - self.rates.push_s, self._push)
 
     def _push(self) -> None:
+        if not self._draining:
+            self._drains_since = self.now
         self._draining = self.plan.drains and any(engine.running for engine in self.engines)
         if self._draining:
             return
+        self.drained_s += self.now - self._drains_since
         if not self.plan.in_turn:
             self._pause()
         self._trainer = (self.now + self.rates.push_s, self._install)
@@ -347,10 +348,10 @@ def simulate(plan: Plan, rates: Rates, lengths: Lengths, *, steps: int) -> Step:
         busy_s, prefilled = (
             sum(values) for values in zip(*((e.busy_s, e.prefilled) for e in run.engines), strict=True)
         )
-        return run.now, run.paused_s, busy_s / plan.engines, prefilled
+        return run.now, run.paused_s, run.drained_s, busy_s / plan.engines, prefilled
 
     before, after = totals(first), totals(first + steps)
-    seconds, paused, busy, prefilled = ((a - b) / steps for a, b in zip(after, before, strict=True))
+    seconds, paused, drained, busy, prefilled = ((a - b) / steps for a, b in zip(after, before, strict=True))
     seconds = max(seconds, 1e-9)  # for rates at which nothing takes any time
     trained = statistics.fmean(run.tokens_of(step) for step in range(first, first + steps))
     # From one close to the last one, the trainer works on the step before the first one too, and not on the last one.
@@ -359,12 +360,6 @@ def simulate(plan: Plan, rates: Rates, lengths: Lengths, *, steps: int) -> Step:
     idle = max(0.0, 1 - works / seconds)
     generated = statistics.fmean(tokens for _, tokens in run.closed[first:])
     least = (generated / rates.engine + prefilled / rates.prefill) / plan.engines
-    if idle <= (0.5 if plan.in_turn else 0.05):
-        binds = "train"
-    elif least >= (seconds - paused) / 2:
-        binds = "rollout"
-    else:
-        binds = "depth" if plan.bound.depth < plan.bound.batch * ((plan.bound.max_staleness or 0) + 1) else "deadline"
     return Step(
         seconds=seconds,
         trainer_idle=idle,
@@ -372,12 +367,47 @@ def simulate(plan: Plan, rates: Rates, lengths: Lengths, *, steps: int) -> Step:
         engines_paused=paused / seconds,
         staleness_mean=statistics.fmean(ages),
         staleness_max=max(ages),
-        binds=binds,
+        binds=what_binds(run, seconds=seconds, works=works, engines_s=least, paused=paused, drained=drained),
         bounds=lower_bounds(run, works=works, prefilled=prefilled, first=first),
         trained=trained,
         prefilled=prefilled,
         ended=run.ended,
     )
+
+
+def what_binds(
+    run: Simulation, *, seconds: float, works: float, engines_s: float, paused: float, drained: float
+) -> str:
+    """Names what makes the steps long.
+
+    When the trainer hardly waits (colocate: works for half of the step or more), it is the longest part of its work:
+    ``train``, ``push`` or, with colocate, ``switch``; a push or a switch that is half of the step binds in any case.
+    Else ``rollout`` when the engines do half of what they could with very many requests, or more. Else too few
+    requests run: because a push waits until all that runs has ended (``drain``), because few groups may be open
+    (``depth``), or because of the staleness that is allowed (``deadline``).
+
+    Args:
+        run: a simulation that is over.
+        seconds: of a step.
+        works: of these, those in which the trainer is not idle.
+        engines_s: seconds that the engines need for the tokens of a step with very many requests.
+        paused: seconds of a step in which the engines stand still.
+        drained: seconds of a step in which the trainer has trained and waits until all that runs has ended.
+    """
+    plan, rates = run.plan, run.rates
+    parts = {"push": rates.push_s, "switch": rates.switch_s if plan.in_turn else 0.0}
+    parts["train"] = works - sum(parts.values())
+    longest = max(reversed(parts), key=lambda name: parts[name])
+    waits = seconds - works
+    if waits <= (0.5 if plan.in_turn else 0.05) * seconds:
+        return longest
+    if longest != "train" and parts[longest] >= seconds / 2:
+        return longest
+    if engines_s >= (seconds - paused) / 2:
+        return "rollout"
+    if drained > waits / 2:
+        return "drain"
+    return "depth" if plan.bound.depth < plan.bound.batch * ((plan.bound.max_staleness or 0) + 1) else "deadline"
 
 
 def lower_bounds(run: Simulation, *, works: float, prefilled: float, first: int) -> dict[str, float]:

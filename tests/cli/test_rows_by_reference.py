@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,13 @@ def test_a_worker_that_died_or_does_not_answer_is_named_with_rollout_and_rank(
     monkeypatch.undo()
     worker = RolloutWorker(holder, stop=StopFlag())
     worker.generate(7, 7)
+    rows, end = worker.rows(7).for_rank(0, manifest), time.monotonic() + 60
+
+    def fetch_until_dead() -> None:
+        """Ray kills without waiting: a call that is quick enough still gets its answer."""
+        while time.monotonic() < end:
+            rows.fetch([0])
+
     holder.kill()
     with pytest.raises(RuntimeError, match=r"rollout worker died.*rows of 1 samples of rollout 7 .* trainer rank 0"):
-        worker.rows(7).for_rank(0, manifest).fetch([0])
+        fetch_until_dead()

@@ -37,6 +37,7 @@ from relax_rollout.loop.runner import GroupRunner
 from relax_rollout.settings import RolloutSettings
 from relax_rollout.weight_sync.base import PushReport
 from relax_train.checkpoint import manifest
+from relax_train.checkpoint.file_list import needed_files
 from relax_train.checkpoint.folders import begin, prune, rollout_folder
 from relax_train.settings import CheckpointSettings, ModelSettings, TrainSettings
 from rich.console import Console
@@ -65,6 +66,19 @@ POINTS = {
 
 class Killed(BaseException):
     """The process is gone."""
+
+
+LAYOUT = {
+    f"{kind}_size": 1
+    for kind in (
+        "tensor_model_parallel",
+        "pipeline_model_parallel",
+        "context_parallel",
+        "data_parallel",
+        "expert_model_parallel",
+        "expert_tensor_parallel",
+    )
+}
 
 
 class Life:
@@ -257,11 +271,13 @@ class Ranks(TrainerGroup):
         target = rollout_folder(Path(directory), rollout_id)
         unfinished = target.with_name(target.name + ".tmp")
         begin(unfinished, files)
-        content = {"format": manifest.FORMAT, "rollout_id": rollout_id, "world_size": 1, "layout": {}, "extra": extra}
+        content = {"format": manifest.FORMAT, "rollout_id": rollout_id, "world_size": 1, "extra": extra}
         content |= {"dtype": "float32", "scheduler": {"num_steps": rollout_id + 1}}
-        content |= {"optimizer": {"name": manifest.OPTIMIZER, "steps": rollout_id + 1}}
+        content |= {"layout": LAYOUT, "model": {}, "optimizer": {"name": manifest.OPTIMIZER, "steps": rollout_id + 1}}
         (unfinished / manifest.MANIFEST).write_text(json.dumps(content))
         self._life.reach("saving, ranks")
+        for name in needed_files(unfinished, content):
+            (unfinished / name).touch()
         (unfinished / "weights").write_text(json.dumps(self.weights))
         self._life.reach("saving, ranks")
         manifest.complete(unfinished, target)
@@ -274,7 +290,7 @@ class Ranks(TrainerGroup):
         if found is None:
             return None
         folder, content = found
-        assert manifest.files_problem(folder) is None
+        assert manifest.files_problem(folder, content) is None
         self.weights = [(i, ids) for i, ids in json.loads((folder / "weights").read_text())]
         return manifest.Loaded(content["rollout_id"], content["extra"], optimizer=True, folder=folder)
 

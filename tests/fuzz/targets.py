@@ -413,6 +413,9 @@ def _checkpoints(rng: random.Random, folder: Path) -> None:
     }
     (saved / manifest.MANIFEST).write_text(json.dumps(content))
     (saved / "__0_0.distcp").write_bytes(bytes(100))
+    (saved / ".metadata").write_bytes(b"... __0_0.distcp ...")
+    for name in ("common.pt", "metadata.json", "rng_0.pt"):
+        (saved / name).touch()
     manifest.record_files(saved)
     set_latest(saved.parent, saved.name)
     names = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")

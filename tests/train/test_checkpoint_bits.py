@@ -154,6 +154,16 @@ def test_optimizer_state_that_is_not_whole_is_refused_on_every_rank(
         assert re.search(expected, first[name]), first[name]
 
 
+LAYOUT = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "data_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+}
+
+
 def _written(directory: Path, **changes: Any) -> Path:
     """A folder with a checkpoint of one shard and this manifest."""
     folder = directory / "rollout_3"
@@ -162,7 +172,8 @@ def _written(directory: Path, **changes: Any) -> Path:
         "format": manifest.FORMAT,
         "rollout_id": 3,
         "world_size": 1,
-        "layout": {"tensor_model_parallel_size": 1},
+        "layout": LAYOUT,
+        "model": {},
         "dtype": "float32",
         "optimizer": {"name": manifest.OPTIMIZER, "steps": 4},
         "scheduler": {"num_steps": 4},
@@ -170,8 +181,15 @@ def _written(directory: Path, **changes: Any) -> Path:
     }
     (folder / manifest.MANIFEST).write_text(json.dumps(content | changes))
     (folder / "shard").write_bytes(bytes(1000))
+    for name in (".metadata", "common.pt", "metadata.json", "rng_0.pt"):
+        (folder / name).touch()
     manifest.record_files(folder)
     return folder
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / manifest.MANIFEST).read_text())
+    return content
 
 
 @pytest.mark.parametrize(
@@ -184,7 +202,11 @@ def _written(directory: Path, **changes: Any) -> Path:
         ("extra", None),
         ("extra", [1]),
         ("layout", [1]),
-        ("layout", {"tensor_model_parallel_size": "1"}),
+        ("layout", {}),
+        ("layout", {"tensor_model_parallel_size": 1}),
+        ("layout", {**LAYOUT, "tensor_model_parallel_size": "1"}),
+        ("model", 5),
+        ("model", None),
         ("world_size", 0),
         ("world_size", True),
         ("optimizer", None),
@@ -199,6 +221,24 @@ def test_an_odd_entry_of_the_manifest_is_named(tmp_path: Path, name: str, value:
         manifest.find(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["model", "optimizer"])
+def test_what_format_1_never_had_is_not_asked_of_it(tmp_path: Path, name: str) -> None:
+    folder = _written(tmp_path)
+    content = json.loads((folder / manifest.MANIFEST).read_text())
+    del content[name]
+    (folder / manifest.MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"lacks {name}"):
+        manifest.find(tmp_path)
+    (folder / manifest.MANIFEST).write_text(json.dumps(content | {"format": manifest.OLD_FORMAT}))
+    assert manifest.find(tmp_path) is not None
+
+
+def test_sizes_that_do_not_make_the_number_of_ranks(tmp_path: Path) -> None:
+    _written(tmp_path, layout={**LAYOUT, "data_parallel_size": 3})
+    with pytest.raises(CheckpointError, match="its world_size is 1, the sizes in its layout make 3 ranks"):
+        manifest.find(tmp_path)
+
+
 @pytest.mark.parametrize("content", [b"", b"rollout_\xd9\xa3", b"rollout_" + b"3" * 5000, b"../rollout_3", b"\0" * 9])
 def test_a_marker_of_nonsense_is_one_error(tmp_path: Path, content: bytes) -> None:
     _written(tmp_path)
@@ -209,24 +249,25 @@ def test_a_marker_of_nonsense_is_one_error(tmp_path: Path, content: bytes) -> No
 
 def test_a_changed_bit_is_found_by_its_checksum_wherever_it_is(tmp_path: Path) -> None:
     folder = _written(tmp_path)
-    assert manifest.files_problem(folder) is None
+    assert manifest.files_problem(folder, _content(folder)) is None
+    content = _content(folder)
     for file in (folder / "shard", folder / manifest.MANIFEST):
         _flip(file)
-        assert f"{file} has changed since it was written" in str(manifest.files_problem(folder))
+        assert f"{file} has changed since it was written" in str(manifest.files_problem(folder, content))
         _flip(file)
-    assert manifest.files_problem(folder) is None
+    assert manifest.files_problem(folder, _content(folder)) is None
 
 
 def test_ranks_share_the_reading(tmp_path: Path) -> None:
     folder = _written(tmp_path)
     _flip(folder / "shard")
-    found = [manifest.files_problem(folder, part, 3) for part in range(3)]
-    assert [problem is not None for problem in found] == [False, True, False], "relax.json, shard, nothing"
+    found = [manifest.files_problem(folder, _content(folder), part, 3) for part in range(3)]
+    assert [problem is not None for problem in found] == [False, False, True], "shard is the last of six files"
 
 
-def test_a_checkpoint_with_sizes_alone_still_loads(tmp_path: Path) -> None:
+def test_a_checkpoint_of_format_1_with_sizes_alone_still_loads(tmp_path: Path) -> None:
     folder = _written(tmp_path)
     recorded = json.loads((folder / "files.json").read_text())
     del recorded["crc32"]
     (folder / "files.json").write_text(json.dumps(recorded))
-    assert manifest.files_problem(folder) is None
+    assert manifest.files_problem(folder, _content(folder) | {"format": manifest.OLD_FORMAT}) is None

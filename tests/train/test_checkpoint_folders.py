@@ -2,24 +2,42 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from relax_train.checkpoint import manifest
-from relax_train.checkpoint.folders import CheckpointError, latest_rollout, prune, publish, rollout_folder, set_latest
+from relax_train.checkpoint.folders import (
+    FILES,
+    CheckpointError,
+    latest_rollout,
+    prune,
+    publish,
+    rollout_folder,
+    set_latest,
+)
 
 MODEL = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 128}
 MANIFEST = {
     "format": manifest.FORMAT,
     "world_size": 1,
-    "layout": {"tensor_model_parallel_size": 2, "data_parallel_size": 1},
+    "layout": {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "data_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+    },
     "optimizer": {"name": manifest.OPTIMIZER, "steps": 4},
     "dtype": "float32",
     "model": manifest.architecture(MODEL),
     "scheduler": {"num_steps": 3},
     "extra": {},
 }
+
+OLD = {key: value for key, value in MANIFEST.items() if key not in ("model", "optimizer")} | {"format": 1}
 
 
 def save(directory: Path, rollout_id: int, content: str = "", keep: int | None = None) -> Path:
@@ -29,6 +47,9 @@ def save(directory: Path, rollout_id: int, content: str = "", keep: int | None =
     unfinished.mkdir(parents=True)
     (unfinished / manifest.MANIFEST).write_text(json.dumps({**MANIFEST, "rollout_id": rollout_id}))
     (unfinished / "shard").write_text(content)
+    (unfinished / ".metadata").write_bytes(b"\x80\x05 __0_0.distcp __0_0.distcp __11_3.distcp .")
+    for name in ("__0_0.distcp", "__11_3.distcp", "common.pt", "metadata.json", "rng_0.pt"):
+        (unfinished / name).touch()
     manifest.record_files(unfinished)
     publish(unfinished, target)
     set_latest(directory, target.name)
@@ -81,7 +102,7 @@ def test_a_crash_between_the_renames_loses_neither_checkpoint(
     found = manifest.find(tmp_path)
     assert found is not None
     assert (found[0] / "shard").read_text() == "first"
-    assert manifest.files_problem(found[0]) is None
+    assert manifest.files_problem(*found) is None
     prune(tmp_path, 1)
     assert latest_rollout(tmp_path) == 5
     for left in tmp_path.glob("*.tmp"):  # as the next save does
@@ -111,15 +132,94 @@ def test_the_one_to_resume_from_is_kept_whenever_it_was_written(tmp_path: Path) 
 
 def test_half_a_checkpoint_is_known_as_such(tmp_path: Path) -> None:
     folder = save(tmp_path, 0, "x" * 100)
-    assert manifest.files_problem(folder) is None
+    assert manifest.files_problem(folder, MANIFEST) is None
     os.truncate(folder / "shard", 40)
-    assert f"{folder / 'shard'} was cut off or changed: it has 40 of 100 bytes" == manifest.files_problem(folder)
+    assert f"{folder / 'shard'} was cut off or changed: it has 40 of 100 bytes" == manifest.files_problem(
+        folder, MANIFEST
+    )
     (folder / "shard").unlink()
-    assert f"{folder / 'shard'} is missing" == manifest.files_problem(folder)
-    (folder / manifest.FILES).write_text("[]")
-    assert "cannot be read" in str(manifest.files_problem(folder))
-    (folder / manifest.FILES).unlink()
-    assert manifest.files_problem(folder) is None, "written by an earlier version"
+    assert f"{folder / 'shard'} is missing" == manifest.files_problem(folder, MANIFEST)
+    (folder / FILES).unlink()
+    assert f"{folder / FILES} is missing: a save writes it last" in str(manifest.files_problem(folder, MANIFEST))
+
+
+def test_the_first_checkpoints_of_format_1_had_no_list_of_files(tmp_path: Path) -> None:
+    folder = save(tmp_path, 0)
+    (folder / FILES).unlink()
+    assert manifest.files_problem(folder, OLD) is None
+    (folder / "__11_3.distcp").unlink()
+    assert manifest.files_problem(folder, OLD) == f"{folder / '__11_3.distcp'} is missing"
+
+
+def _edit_list(key: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / FILES).read_text())
+        change(content if key == "" else content[key])
+        (folder / FILES).write_text(json.dumps(content))
+
+    return edit
+
+
+def _unlist(name: str) -> Callable[[Path], None]:
+    def unlist(folder: Path) -> None:
+        for key in ("files", "crc32"):
+            _edit_list(key, lambda entries: entries.pop(name))(folder)
+
+    return unlist
+
+
+def _lose(name: str) -> Callable[[Path], None]:
+    """Removes a file and its entries, as one does who wants a damaged checkpoint to look whole."""
+
+    def lose(folder: Path) -> None:
+        _unlist(name)(folder)
+        (folder / name).unlink()
+
+    return lose
+
+
+LISTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no object": (lambda folder: (folder / FILES).write_text("[]"), "it holds no JSON object"),
+    "no sizes": (_edit_list("", lambda content: content.pop("files")), "it has no entry 'files' with the sizes"),
+    "sizes a text": (_edit_list("", lambda content: content.update(files="x")), "it has no entry 'files'"),
+    "no checksums": (_edit_list("", lambda content: content.pop("crc32")), "it has no entry 'crc32' with the checks"),
+    "empty checksums": (_edit_list("", lambda content: content.update(crc32={})), "its 'crc32' lacks '.metadata'"),
+    "size of nothing": (_edit_list("files", lambda sizes: sizes.pop("shard")), "its 'files' lacks 'shard'"),
+    "size a text": (_edit_list("files", lambda sizes: sizes.update(shard="0")), "'shard' has no whole number"),
+    "other place": (
+        _edit_list("files", lambda sizes: sizes.update({"../../../../etc/passwd": 1})),
+        "names '../../../../etc/passwd', which is no name of a file of this folder",
+    ),
+    "absolute place": (_edit_list("crc32", lambda sums: sums.update({"/etc/passwd": 1})), "no name of a file of this"),
+    "folder above": (_edit_list("files", lambda sizes: sizes.update({"..": 1})), "no name of a file of this folder"),
+    "lost shard": (_lose("__11_3.distcp"), "__11_3.distcp is missing"),
+    "lost index": (_lose(".metadata"), ".metadata is missing"),
+    "lost manifest": (_lose("relax.json"), "relax.json is missing"),
+    "lost random numbers": (_lose("rng_0.pt"), "rng_0.pt is missing"),
+    "shard not listed": (
+        _unlist("__0_0.distcp"),
+        "it lacks '__0_0.distcp', which the checkpoint needs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_of_files_that_no_save_wrote_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, 0)
+    assert manifest.files_problem(folder, MANIFEST) is None
+    damage, says = LISTS[name]
+    damage(folder)
+    problem = manifest.files_problem(folder, MANIFEST)
+    assert problem is not None
+    assert says in problem
+    assert str(folder) in problem
+    assert "Error(" not in problem
+
+
+def test_one_checkpoint_given_as_the_folder_of_checkpoints(tmp_path: Path) -> None:
+    folder = save(tmp_path, 7)
+    with pytest.raises(CheckpointError, match=f"is one checkpoint itself: give its parent {tmp_path}"):
+        manifest.find(folder)
 
 
 def test_another_model_is_named_with_what_differs(tmp_path: Path) -> None:

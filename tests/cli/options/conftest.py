@@ -143,6 +143,9 @@ def checkpoint(workspace: Path) -> Path:
     }
     (folder / manifest.MANIFEST).write_text(json.dumps(content))
     (folder / "__0_0.distcp").write_bytes(bytes(100))
+    (folder / ".metadata").write_bytes(b"... __0_0.distcp ...")
+    for name in ("common.pt", "metadata.json", "rng_0.pt"):
+        (folder / name).touch()
     manifest.record_files(folder)
     set_latest(folder.parent, folder.name)
     return folder

@@ -289,9 +289,27 @@ def make_pipe(file: Path) -> None:
 
 
 def pipe_of_samples(folder: Path) -> None:
-    """In a checkpoint that lost its list of files."""
+    """In a checkpoint of format 1 without a list of files."""
+    edit(format=1)(folder)
     (folder / "files.json").unlink()
     make_pipe(folder / SAMPLES_FILE)
+
+
+def lose_shard(folder: Path) -> None:
+    (folder / "__0_0.distcp").unlink()
+    manifest.record_files(folder)
+
+
+def list_another(folder: Path) -> None:
+    content = json.loads((folder / "files.json").read_text())
+    for key in ("files", "crc32"):
+        content[key]["../../prompts.jsonl"] = 1
+    (folder / "files.json").write_text(json.dumps(content))
+
+
+def test_one_checkpoint_given_to_load(start: list[str], checkpoint: Path) -> None:
+    (problem,) = problems(*start, "--load", "checkpoints/rollout_4", "--dry-run")
+    assert f"it is one checkpoint; give its parent {checkpoint.parent}" in problem
 
 
 UNFIT: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
@@ -307,6 +325,11 @@ UNFIT: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
         [],
         "files.json cannot be read",
     ),
+    "no list of files": (lambda f: (f / "files.json").unlink(), [], "files.json is missing: a save writes it last"),
+    "lost shard": (lose_shard, [], "__0_0.distcp is missing"),
+    "list of another folder": (list_another, [], "names '../../prompts.jsonl', which is no name of a file of this"),
+    "layout of nothing": (edit(layout={}), [], "relax.json is damaged: its layout is not"),
+    "odd model": (edit(model=5), [], "relax.json is damaged: its model is not"),
     "empty manifest": (lambda f: (f / "relax.json").write_text("{}"), [], "relax.json has format None"),
     "odd layout": (edit(layout=7), [], "relax.json is damaged"),
     "odd schedule": (edit(scheduler={"steps": 3}), [], "relax.json is damaged: its scheduler is not"),

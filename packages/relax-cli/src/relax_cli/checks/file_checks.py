@@ -13,6 +13,7 @@ from relax_data.prompts.saved_groups import SAMPLES_FILE, read_arrays
 from relax_data.readers.files import resolve_files
 from relax_data.serialization import check_format
 from relax_train.checkpoint import manifest
+from relax_train.checkpoint.file_list import MANIFEST
 from relax_train.checkpoint.folders import CheckpointError, regular
 from relax_train.models.architectures import model_shape, unsupported
 from relax_train.settings.checkpoint import LATEST, ROLLOUT_ID
@@ -257,9 +258,9 @@ def _resume_problems(config: RunConfig) -> Problems:
     parallel = config.train.parallel
     sizes = {name: getattr(parallel, name) for name in SIZES}
     sizes["expert_tensor_parallel_size"] = parallel.resolved_expert_tensor_parallel_size
-    found = [manifest.files_problem(folder)]
+    found = [manifest.files_problem(folder, saved)]
     if "rollout" not in saved["extra"] and not config.debug.debug_train_only:
-        found.append(f"{folder / manifest.MANIFEST} does not say which prompts come next. {manifest.way_out(folder)}")
+        found.append(f"{folder / MANIFEST} does not say which prompts come next. {manifest.way_out(folder)}")
     try:
         rollout = saved["extra"].get("rollout")
         if rollout is not None and not config.debug.debug_train_only:
@@ -272,7 +273,7 @@ def _resume_problems(config: RunConfig) -> Problems:
         if (bf16 := on_gpu if model.bf16 is None else model.bf16) is not None:
             found.append(manifest.precision_problem(saved, "bfloat16" if bf16 else "float32", folder))
     except (TypeError, AttributeError, KeyError):
-        found.append(f"{folder / manifest.MANIFEST} is damaged. {manifest.way_out(folder)}")
+        found.append(f"{folder / MANIFEST} is damaged. {manifest.way_out(folder)}")
     except ValueError:
         pass  # --hf-checkpoint itself cannot be read, which is said elsewhere
     return [f"--load: {problem}" for problem in found if problem is not None]

@@ -7,12 +7,14 @@ size a copy of half a checkpoint is known as such without reading it, by the che
 import concurrent.futures
 import dataclasses
 import json
+import math
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from relax_train.checkpoint.file_list import FORMAT, MANIFEST, OLD_FORMAT, needed_files, read_list
 from relax_train.checkpoint.folders import (
     FILES,
     CheckpointError,
@@ -26,27 +28,45 @@ from relax_train.checkpoint.folders import (
 from relax_train.models.architectures.base import SHAPE_KEYS, experts_key
 from relax_train.settings.checkpoint import LATEST
 
-FORMAT = 2
-OLD_FORMAT = 1
-"""Format of earlier versions; its optimizer state is cut as the ranks held it and loads under their layout only."""
 OPTIMIZER = "adam"
-MANIFEST = "relax.json"
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
+_SHORT = {
+    "tensor_model_parallel_size": "TP",
+    "pipeline_model_parallel_size": "PP",
+    "context_parallel_size": "CP",
+    "data_parallel_size": "DP",
+    "expert_model_parallel_size": "EP",
+    "expert_tensor_parallel_size": "ETP",
+}
+"""The parallel sizes that a save records, and how they are called in short."""
+
+
+def _is_layout(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() >= _SHORT.keys()
+        and all(_is_count(size) and size > 0 for size in value.values())
+    )
+
+
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "rollout_id": _is_count,
     "world_size": lambda value: _is_count(value) and value > 0,
-    "layout": lambda value: isinstance(value, dict) and all(_is_count(size) and size > 0 for size in value.values()),
+    "layout": _is_layout,
     "dtype": lambda value: value in ("float32", "bfloat16"),
+    "model": lambda value: isinstance(value, dict),
     "optimizer": lambda value: isinstance(value, dict) and _is_count(value.get("steps")),
     "scheduler": lambda value: isinstance(value, dict) and _is_count(value.get("num_steps")),
     "extra": lambda value: isinstance(value, dict),
 }
 """What the entries of ``relax.json`` must be."""
+_LATER = ("model", "optimizer")
+"""Entries that checkpoints of format 1 may lack."""
 _SMALL = 16 << 20
 """Files up to this size, bytes, are read also by a plan."""
 _THREADS = 8
@@ -101,6 +121,8 @@ def find(directory: Path, rollout_id: int | None = None) -> tuple[Path, dict[str
         if rollout_id is None:
             if there := checkpoints(directory):
                 raise CheckpointError(f"{directory} has no file {LATEST!r}: write one of {', '.join(there)} into it")
+            if (directory / MANIFEST).exists():
+                raise CheckpointError(f"{directory} is one checkpoint itself: give its parent {directory.parent}")
             return None
     folder = place(directory, rollout_id)
     file = folder / MANIFEST
@@ -109,11 +131,12 @@ def find(directory: Path, rollout_id: int | None = None) -> tuple[Path, dict[str
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. {way_out(folder)}") from error
     version = manifest.get("format") if isinstance(manifest, dict) else None
-    if version not in (OLD_FORMAT, FORMAT):
+    if type(version) is not int or version not in (OLD_FORMAT, FORMAT):
         raise CheckpointError(
             f"{file} has format {version}, this version reads format {OLD_FORMAT} and {FORMAT}. {way_out(folder)}"
         )
-    kinds = {name: fits for name, fits in _KINDS.items() if version == FORMAT or name != "optimizer"}
+    optional = _LATER if version == OLD_FORMAT else ()
+    kinds = {name: fits for name, fits in _KINDS.items() if name in manifest or name not in optional}
     missing = sorted(kinds.keys() - manifest.keys())
     if missing or manifest["rollout_id"] != rollout_id:
         what = f"lacks {', '.join(missing)}" if missing else f"is of rollout {manifest['rollout_id']}"
@@ -123,6 +146,12 @@ def find(directory: Path, rollout_id: int | None = None) -> tuple[Path, dict[str
         raise CheckpointError(
             f"{file} is damaged: its {', '.join(odd)} {'is' if len(odd) == 1 else 'are'} not what a run writes. "
             f"{way_out(folder)}"
+        )
+    sizes = [manifest["layout"][name] for name in _SHORT if not name.startswith("expert")]
+    if math.prod(sizes) != manifest["world_size"]:
+        raise CheckpointError(
+            f"{file} is damaged: its world_size is {manifest['world_size']}, the sizes in its layout make "
+            f"{math.prod(sizes)} ranks. {way_out(folder)}"
         )
     return folder, manifest
 
@@ -186,30 +215,40 @@ def complete(unfinished: Path, target: Path, sums: Mapping[str, int] | None = No
     set_latest(target.parent, target.name)
 
 
-def files_problem(folder: Path, part: int | None = None, parts: int = 1) -> str | None:
-    """Names a file that is missing or not as it was written; None also where nothing was recorded.
+def files_problem(folder: Path, manifest: Mapping[str, Any], part: int | None = None, parts: int = 1) -> str | None:
+    """Names a file that is missing or not as it was written, or says what is wrong with the list of files.
 
     Sizes are compared of all files. Checksums are compared of small files; with ``part`` of every ``parts``-th file
     instead, whatever its size, from number ``part`` on, so that ranks can share the reading.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: content of its ``relax.json``, as :func:`find` returns it.
     """
     try:
-        recorded = json.loads(regular(folder / FILES).read_text(encoding="utf-8"))
-        sizes = recorded["files"]
-        for name, size in sizes.items():
+        files = read_list(folder, manifest["format"])
+        for name in needed_files(folder, manifest):
+            if not (folder / name).is_file():
+                return f"{folder / name} is missing"
+            if files is not None and name not in files.sizes:
+                return f"{folder / FILES} is damaged: it lacks {name!r}, which the checkpoint needs"
+        if files is None:
+            return None
+        for name, size in files.sizes.items():
             file = folder / name
             if not file.is_file():
                 return f"{file} is missing"
             if file.stat().st_size != size:
                 return f"{file} was cut off or changed: it has {file.stat().st_size} of {size} bytes"
-        sums = recorded.get("crc32", {})  # versions before wrote sizes alone
-        mine = [name for name in sorted(sums) if sizes[name] <= _SMALL] if part is None else sorted(sums)[part::parts]
+        sums = files.sums or {}
+        mine = [n for n in sorted(sums) if files.sizes[n] <= _SMALL] if part is None else sorted(sums)[part::parts]
         for name, value in checksums(folder, mine).items():
             if value != sums[name]:
                 return f"{folder / name} has changed since it was written: its checksum is another one"
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        return f"{folder / FILES} cannot be read: {error!r}"
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"a file of {folder} cannot be read: {error}"
     return None
 
 
@@ -231,16 +270,6 @@ def layout_problem(manifest: Mapping[str, Any], now: Mapping[str, int], folder: 
         "that. Resume with these sizes: what is saved then resumes with any. Or start anew from its weights: export "
         "them with --save-hf and give that folder as --hf-checkpoint"
     )
-
-
-_SHORT = {
-    "tensor_model_parallel_size": "TP",
-    "pipeline_model_parallel_size": "PP",
-    "context_parallel_size": "CP",
-    "data_parallel_size": "DP",
-    "expert_model_parallel_size": "EP",
-    "expert_tensor_parallel_size": "ETP",
-}
 
 
 def layout_change(manifest: Mapping[str, Any], now: Mapping[str, int]) -> str | None:

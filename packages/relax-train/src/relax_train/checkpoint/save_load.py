@@ -29,6 +29,7 @@ from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.mcore import VERSION, tensor_parallel
 from relax_train.backend.optimizer import Optimizer
 from relax_train.backend.parallel import ParallelState
+from relax_train.checkpoint.file_list import FORMAT, MANIFEST, OLD_FORMAT
 from relax_train.checkpoint.folders import (
     CheckpointError,
     begin,
@@ -38,9 +39,6 @@ from relax_train.checkpoint.folders import (
     rollout_folder,
 )
 from relax_train.checkpoint.manifest import (
-    FORMAT,
-    MANIFEST,
-    OLD_FORMAT,
     OPTIMIZER,
     Loaded,
     architecture,
@@ -238,7 +236,7 @@ def load_checkpoint(
         _check_fit(manifest, model, folder)
     try:
         on_every_rank(parallel, lambda: check_files(folder))
-        on_every_rank(parallel, lambda: _check_bits(folder, parallel))
+        on_every_rank(parallel, lambda: _check_bits(folder, manifest, parallel))
         old = manifest["format"] == OLD_FORMAT
         on_every_rank(parallel, lambda: read_state(model, optimizer, folder, old_optimizer=old))
         if optimizer is not None:
@@ -254,8 +252,8 @@ def load_checkpoint(
     return Loaded(manifest["rollout_id"], manifest["extra"], optimizer is not None, folder, change)
 
 
-def _check_bits(folder: Path, parallel: ParallelState) -> None:
-    problem = files_problem(folder, part=parallel.rank, parts=parallel.world_size)
+def _check_bits(folder: Path, manifest: dict[str, Any], parallel: ParallelState) -> None:
+    problem = files_problem(folder, manifest, part=parallel.rank, parts=parallel.world_size)
     if problem is not None:
         raise CheckpointError(problem)
 

@@ -47,10 +47,7 @@ class CheckpointSettings(Settings):
                 "from it once it exists"
             )
         elif self.load is not None and not self._same_folder() and not os.path.isfile(os.path.join(self.load, LATEST)):
-            found.append(
-                f"--load {self.load}: no checkpoint there (no file {LATEST!r}); give the folder that an earlier run "
-                "had as --save. Start weights in a Hugging Face folder are --hf-checkpoint"
-            )
+            found.append(f"--load {self.load}: {self._why_none(os.path.abspath(self.load))}")
         if self.save is not None and os.path.exists(self.save) and not os.path.isdir(self.save):
             found.append(f"--save {self.save}: exists and is not a folder; choose another path")
         if self.save is not None and self.load is None and os.path.exists(os.path.join(self.save, "latest")):
@@ -70,6 +67,18 @@ class CheckpointSettings(Settings):
         if self.max_actor_ckpt_to_keep is not None and self.save is None:
             found.append("--max-actor-ckpt-to-keep has no effect without --save; add --save or remove it")
         return found
+
+    @staticmethod
+    def _why_none(load: str) -> str:
+        if re.fullmatch(r"rollout_\d+", os.path.basename(load)) is not None:
+            return (
+                f"it is one checkpoint; give its parent {os.path.dirname(load)}, whose file {LATEST!r} names the "
+                "checkpoint to go on with"
+            )
+        return (
+            f"no checkpoint there (no file {LATEST!r}); give the folder that an earlier run had as --save. Start "
+            "weights in a Hugging Face folder are --hf-checkpoint"
+        )
 
     def _exports_over_checkpoints(self, save_hf: str) -> bool:
         folder, name = os.path.split(os.path.abspath(save_hf))

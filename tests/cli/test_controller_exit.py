@@ -17,6 +17,9 @@ from relax_cli.run.tracking import JsonLinesTracker
 from relax_cli.workers.group import WorkerGroups
 from relax_cli.workers.process import actor_environment
 from relax_cli.workers.trainer import _profiles_log_probs
+from relax_data.errors import DataError
+from relax_data.prompts.template import PromptBuilder, SourcedRow
+from relax_data.settings import DataSettings
 
 
 @pytest.fixture
@@ -78,7 +81,7 @@ def test_a_stop_in_the_middle_of_a_step_keeps_what_was_done(
     out = capsys.readouterr().out
     assert "stopped by request while waiting for rollout 5" in out
     assert "2 (rollouts 3 to 4)" in out
-    assert "SIGINT" in out
+    assert "SIGINT: stopping; a second signal ends the run at once, without summary" in out
     assert "eval/a" in out
 
 
@@ -208,6 +211,23 @@ def test_a_failure_says_what_is_whole_and_how_to_go_on(
     assert "FAILED RayLost: Ray's process raylet (pid 7) has ended" in out
     assert ("checkpoint" in out) is (expected is not None)
     assert expected is None or expected in " ".join(out.split())
+
+
+def test_after_a_bad_row_the_same_command_goes_on_only_without_it(
+    config: RunConfig, below: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The row mended, the file would be another one than that of the checkpoint, which a resume refuses."""
+
+    def fail(stop: StopFlag, outcome: Outcome) -> None:
+        outcome.last_checkpoint, outcome.saved_rollout = "c", 1
+        builder = PromptBuilder(DataSettings(prompt_data=("odd.jsonl",)), tokenizer=None)
+        builder.build([SourcedRow("odd.jsonl:61", DataError("odd.jsonl:61: not valid JSON"))])
+
+    below(fail)
+    assert controller.run(config) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "odd.jsonl:61: not valid JSON. Pass --skip-bad-rows to go on without it, or mend the row and start" in out
+    assert "start the same command with --skip-bad-rows --load c" in out
 
 
 def test_a_lost_ray_is_said_once(

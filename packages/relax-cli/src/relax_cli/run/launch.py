@@ -153,7 +153,8 @@ def _signals(stop: StopFlag, progress: Progress) -> Iterator[None]:
         name = signal.Signals(number).name
         what = f"finishing the step if it ends within {stop.grace_s:.0f} s, then stopping"
         with contextlib.suppress(RuntimeError):  # it came in the middle of another line
-            progress.note(f"{name}: {what if stop.stepping else 'stopping'}")
+            now = what if stop.stepping else "stopping"
+            progress.note(f"{name}: {now}; a second signal ends the run at once, without summary")
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -167,17 +168,19 @@ def _explain(error: BaseException, config: RunConfig, outcome: Outcome, progress
     """Says on the terminal what went wrong (the cause, not Ray's wrapping of it), what is whole, and how to go on."""
     progress.note(f"FAILED {explanation(error)}", style="bold red")
     if outcome.next_rollout > outcome.first_rollout or outcome.last_checkpoint:
-        progress.note(_how_to_go_on(config, outcome))
+        progress.note(_how_to_go_on(config, outcome, explanation(error)))
     progress.note(f"logs: {config.run_dir / 'logs'} (the traceback is in driver.log)")
 
 
-def _how_to_go_on(config: RunConfig, outcome: Outcome) -> str:
-    """Names the last checkpoint, what came after it, and the way to resume."""
+def _how_to_go_on(config: RunConfig, outcome: Outcome, failure: str) -> str:
+    """Names the last checkpoint, what came after it, and the way to resume after a ``failure``."""
     if outcome.last_checkpoint is None:
         return "no checkpoint was written yet: --save FOLDER --save-interval N writes one every N rollouts"
     folder, saved = outcome.last_checkpoint, outcome.saved_rollout
     what = f"the checkpoint of rollout {saved} in {folder}" if saved is not None else f"the checkpoint in {folder}"
-    return f"{what} is whole; to go on from there, start the same command with --load {folder}"
+    # The same row would end the run again, and a file in which it was mended is none that the checkpoint knows.
+    skip = "--skip-bad-rows " if "--skip-bad-rows" in failure else ""
+    return f"{what} is whole; to go on from there, start the same command with {skip}--load {folder}"
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")

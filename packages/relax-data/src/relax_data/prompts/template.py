@@ -167,7 +167,10 @@ class PromptBuilder:
             return step(value, source)
         except DataError as error:
             if not self._settings.skip_bad_rows:
-                raise DataError(f"{error}. Mend the row, or pass --skip-bad-rows to go on without it") from None
+                raise DataError(
+                    f"{error}. Pass --skip-bad-rows to go on without it, or mend the row and start anew: a checkpoint "
+                    "goes on only with the files as they were"
+                ) from None
             self.drops.add("unusable row (--skip-bad-rows)", str(error))
             return None
 

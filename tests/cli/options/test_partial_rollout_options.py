@@ -49,6 +49,14 @@ def plan(words: list[str]) -> dict[str, str]:
             ["--fully-async", "--no-partial-rollout", "--mask-offpolicy-in-partial-rollout"],
             ["--mask-offpolicy-in-partial-rollout has no effect without --partial-rollout"],
         ),
+        (
+            ["--fully-async", "--max-staleness", "0", "--mask-offpolicy-in-partial-rollout"],
+            ["--mask-offpolicy-in-partial-rollout has no effect with --max-staleness 0", "raise --max-staleness to 1"],
+        ),
+        (
+            ["--fully-async", "--max-staleness", "0", "--partial-rollout-max-aborted-count", "2"],
+            ["--partial-rollout-max-aborted-count has no effect with --max-staleness 0", "remove it"],
+        ),
         (["--max-staleness", "2"], ["--max-staleness has no effect without --fully-async or over-sampling"]),
         (
             [*SURPLUS, "--debug-train-only", "--load-debug-rollout-data", "s{rollout_id}"],

@@ -1,11 +1,13 @@
 """Checks of how old samples may become: over-sampling, partial rollout, and the staleness that bounds both."""
 
+from relax_data.options import flag
+
 from relax_cli.config.run_config import RunConfig
 
 
 def staleness_problems(config: RunConfig) -> list[str]:
     """Lists what these options would leave without effect, or what the bound of the staleness cannot hold."""
-    return [*_no_staleness(config), *_depth(config)]
+    return [*_no_staleness(config), *(_depth(config) or _never_interrupted(config))]
 
 
 def staleness_warnings(config: RunConfig) -> list[str]:
@@ -46,6 +48,22 @@ def _no_staleness(config: RunConfig) -> list[str]:
     return [
         "--max-staleness has no effect without --fully-async or over-sampling: every sample is then on-policy; "
         "remove it, or add --fully-async, or an --over-sampling-batch-size above --rollout-batch-size"
+    ]
+
+
+def _never_interrupted(config: RunConfig) -> list[str]:
+    """Options of interrupted samples where every sample ends before the next weights come."""
+    cluster, rollout = config.cluster, config.rollout
+    if not rollout.partial_rollout or cluster.max_staleness != 0 or config.debug.debug_train_only:
+        return []
+    names = ("mask_offpolicy_in_partial_rollout", "partial_rollout_max_aborted_count")
+    chosen = {"mask_offpolicy_in_partial_rollout": rollout.mask_offpolicy_in_partial_rollout}
+    chosen["partial_rollout_max_aborted_count"] = rollout.partial_rollout_max_aborted_count is not None
+    return [
+        f"{flag(name)} has no effect with --max-staleness 0: no sample has tokens of older weights, none is "
+        "interrupted by new ones; remove it, or raise --max-staleness to 1 or more"
+        for name in names
+        if chosen[name]
     ]
 
 

@@ -1,6 +1,8 @@
 """The start of a local Ray: it is not silent, a process that dies is noticed, and one failure is forgiven."""
 
+import os
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ from ray._private import services
 from ray.exceptions import RpcError
 from relax_cli.cluster import local_ray
 from relax_cli.cluster.local_ray import RayStartError
-from relax_cli.cluster.ray_cluster import connected
+from relax_cli.cluster.ray_cluster import _move_logs, connected
 
 
 @pytest.fixture
@@ -208,6 +210,25 @@ def test_the_folder_of_a_ray_that_was_there_before_is_left_alone(
     with connected(None, min_cpus=1):
         pass
     assert tmp_path.is_dir()
+
+
+def test_logs_of_ray_get_the_modes_of_the_umask(tmp_path: Path) -> None:
+    """Ray opens its folders to everybody."""
+    source, target = tmp_path / "session" / "logs", tmp_path / "run" / "logs" / "ray"
+    (source / "old").mkdir(parents=True)
+    (source / "raylet.err").write_text("last words")
+    (source / "old" / "gcs.out").write_text("more")
+    (source / "gone").symlink_to(tmp_path / "nothing")
+    for path in (source, source / "old", source / "raylet.err"):
+        path.chmod(0o777)
+    before = os.umask(0o077)
+    try:
+        _move_logs(source, target)
+    finally:
+        os.umask(before)
+    assert (target / "raylet.err").read_text() == "last words"
+    modes = {str(p.relative_to(target)): stat.S_IMODE(p.stat().st_mode) for p in (target, *target.rglob("*"))}
+    assert modes == {".": 0o700, "old": 0o700, "raylet.err": 0o600, "old/gcs.out": 0o600}
 
 
 @pytest.mark.slow

@@ -155,10 +155,18 @@ def _leave(code: int) -> None:
 
 
 def _move_logs(source: Path, target: Path) -> None:
-    """Moves what a Ray that has ended wrote into logs; an earlier launch's are replaced."""
-    with contextlib.suppress(OSError):
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(source, target, ignore_dangling_symlinks=True)
+    """Copies what a Ray that has ended wrote into logs; an earlier launch's are replaced.
+
+    Ray's folders are open to everybody (mode 0777). Here all gets the modes of the umask, as the rest of the run has.
+    """
+    shutil.rmtree(target, ignore_errors=True)
+    for folder, _, names in os.walk(source):
+        place = target / os.path.relpath(folder, source)
+        with contextlib.suppress(OSError):
+            place.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            with contextlib.suppress(OSError):  # a link to nothing, a socket, a full disk
+                shutil.copyfile(os.path.join(folder, name), place / name)
 
 
 def _session_folder(ray: Any) -> Path | None:

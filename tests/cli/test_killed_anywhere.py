@@ -369,6 +369,7 @@ class Run:
             max_staleness=self.max_staleness,
             max_rejected=10**6,
         )
+        actor._engines = as_pool(actor._loop.engines)
         rollout = Rollout(life, actor, self.events)
         return Workers(rollout, Ranks(life, rollout, engine, self))
 

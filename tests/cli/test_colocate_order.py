@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from relax_cli.cluster.waits import StopFlag
 from relax_cli.config.settings import ClusterSettings, DebugSettings, RunSettings
-from relax_cli.controllers.base import Outcome
+from relax_cli.controllers.base import Outcome, PhaseTimer
 from relax_cli.controllers.modes import CONTROLLERS
 from relax_cli.run.debug_data import FileRows, save_groups
 from relax_cli.run.progress import Progress
@@ -295,6 +295,18 @@ def test_the_metrics_of_a_step_are_written_before_its_checkpoint() -> None:
     for _, row in tracker.rows:
         phases = sum(v for k, v in row.items() if k.startswith("time/") and k != "time/step")
         assert phases == pytest.approx(row["time/step"])
+
+
+def test_rows_that_were_left_out_are_told_once() -> None:
+    told = io.StringIO()
+    model = ModelSettings(hf_checkpoint="m")
+    config = Config(RunSettings(num_rollout=3), TrainSettings(model=model), DebugSettings(), ClusterSettings())
+    progress = Progress(Console(file=told, soft_wrap=True))
+    controller = CONTROLLERS["colocate"](config, RecordingWorkers(), Trackers([]), progress, StopFlag())  # type: ignore[arg-type]
+    for rollout, bad in enumerate((0.0, 3.0, 4.0)):
+        controller._report(rollout, {"prompts/bad_rows": bad} if bad else {}, PhaseTimer(), None)
+    assert told.getvalue().count("rows of the prompt data were left out (--skip-bad-rows)") == 1
+    assert "3 rows of the prompt data" in told.getvalue()
 
 
 def test_a_driver_that_dies_while_it_saves_has_logged_the_step() -> None:

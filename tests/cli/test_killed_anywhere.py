@@ -29,6 +29,7 @@ from relax_cli.workers.references import RolloutRows, RowReference
 from relax_cli.workers.rollout import RolloutActor, RolloutOutput
 from relax_cli.workers.rollout_worker import RolloutWorker
 from relax_cli.workers.trainer_group import TrainerGroup
+from relax_data.prompts.template import Drops
 from relax_data.types import Prompt, Sample, SampleGroup, StepManifest, TrainBatch
 from relax_rollout.engines.base import GenerateRequest, GenerateResult
 from relax_rollout.engines.pool import EngineReport, EngineState, as_pool
@@ -150,6 +151,7 @@ class Numbers:
 
     def __init__(self, n: int) -> None:
         self.n, self.at = n, 0
+        self.drops = Drops()
 
     def next(self, n: int) -> list[Prompt]:
         first, self.at = self.at, min(self.n, self.at + n)

@@ -238,6 +238,7 @@ def test_a_bad_row_is_named_or_skipped_and_counted(
     if message is not None:
         assert texts == ["a", "b", "c", "a"]
         assert source.drops.counts == Counter({"unusable row (--skip-bad-rows)": 1})
+        assert source.drops.unusable == 1
         assert f"{path}:3" in source.drops.lines()[0]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from relax_data.prompts.template import Drops
 from relax_data.types import Prompt
 from relax_data.weights import Bucket
 from relax_rollout.engines.base import EngineDied, GenerateRequest, GenerateResult, IpcHandle, MemoryTag, PauseMode
@@ -134,10 +135,7 @@ class ListSource:
         self._rows = list(rows)
         self._end = None if num_epoch is None else num_epoch * len(rows)
         self.position = 0
-
-    @property
-    def drops(self) -> Any:
-        return {}
+        self.drops = Drops()
 
     def next(self, n: int) -> list[Prompt]:
         stop = self.position + n if self._end is None else min(self.position + n, self._end)

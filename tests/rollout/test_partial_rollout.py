@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from relax_data.prompts.template import Drops
 from relax_data.types import Prompt, Sample, SampleStatus
 from relax_rollout.engines.base import GenerateRequest, GenerateResult
 from relax_rollout.generation.seam import cut_at_seam, ends_response
@@ -77,7 +78,7 @@ class SlowEngine:
 
 
 class Source:
-    drops: Any = ()
+    drops = Drops()
     at = 0
 
     def next(self, n: int) -> list[Prompt]:

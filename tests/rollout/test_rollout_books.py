@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from relax_data.hooks import load_function
 from relax_data.prompts.ledger import LedgerError, PromptState
+from relax_data.prompts.template import Drops
 from relax_data.serialization import check_format
 from relax_data.types import Prompt, SampleGroup, SampleStatus
 from relax_rollout.loop.context import RolloutContext
@@ -33,7 +34,7 @@ SCHEDULES = 1500
 class Numbers:
     """Prompts 0, 1, 2, ... up to ``n``."""
 
-    drops: Any = ()
+    drops = Drops()
 
     def __init__(self, n: int) -> None:
         self.n, self.at = n, 0
@@ -343,7 +344,7 @@ async def test_any_schedule_keeps_each_prompt_in_one_state(make_loop: MakeLoop) 
     assert min(seen[what] for what in ("saved", "saved in a rollout", "loaded", "broken")) > 100, seen
 
 
-async def test_books_of_two_rollouts(make_loop: MakeLoop) -> None:
+async def test_books_of_two_rollouts(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     async def collect(rollout: RolloutContext) -> list[SampleGroup]:
         if rollout.rollout_id == 0:
             groups = rollout.take(5)
@@ -367,9 +368,11 @@ async def test_books_of_two_rollouts(make_loop: MakeLoop) -> None:
         "prompts/trained": 0,
         "prompts/dropped": 1,
     }
+    monkeypatch.setattr(type(loop._source.drops), "unusable", 2)
     result = await loop.generate(1, 0)
     assert ids(result.groups) == [4, 5, 6]
     assert books(result.metrics) == {
+        "prompts/bad_rows": 2,
         "prompts/out": 3,
         "prompts/buffered": 0,
         "prompts/trained": 3,

@@ -135,6 +135,7 @@ class Controller(abc.ABC):
         self.config, self.workers, self.trackers = config, workers, trackers
         self.progress, self.stop, self._timeline = progress, stop, timeline
         self.outcome = Outcome() if outcome is None else outcome
+        self._told_bad_rows = False
         self._timer = PhaseTimer()
         """Of the step to come: it holds what was done for it since the line of the one before."""
         self._timer.stop()
@@ -270,6 +271,12 @@ class Controller(abc.ABC):
             scalars["perf/tokens_per_s"] = tokens / seconds["generate"]
         scalars["perf/tokens_per_s_step"] = tokens / total
         self.trackers.log(scalars, rollout_id, histograms)
+        if scalars.get("prompts/bad_rows") and not self._told_bad_rows:
+            self._told_bad_rows = True
+            self.progress.note(
+                f"{scalars['prompts/bad_rows']:.0f} rows of the prompt data were left out (--skip-bad-rows): "
+                "prompts/bad_rows counts them, logs/rollout.log names some (of a stream after each epoch)"
+            )
         last = self.config.run.num_rollout
         self.progress.step(rollout_id, last - 1 if last is not None else None, scalars)
 

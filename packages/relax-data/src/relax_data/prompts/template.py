@@ -34,6 +34,9 @@ class SourcedRow:
     row: Row | DataError
 
 
+_UNUSABLE = "unusable row (--skip-bad-rows)"
+
+
 class Drops:
     """Rows that became no prompt, counted by reason, with the first few of each."""
 
@@ -54,6 +57,11 @@ class Drops:
 
     def __len__(self) -> int:
         return self.counts.total()
+
+    @property
+    def unusable(self) -> int:
+        """Rows that ``--skip-bad-rows`` left out."""
+        return self.counts[_UNUSABLE]
 
     def lines(self) -> list[str]:
         """One readable line a reason; empty when nothing was dropped."""
@@ -171,7 +179,7 @@ class PromptBuilder:
                     f"{error}. Pass --skip-bad-rows to go on without it, or mend the row and start anew: a checkpoint "
                     "goes on only with the files as they were"
                 ) from None
-            self.drops.add("unusable row (--skip-bad-rows)", str(error))
+            self.drops.add(_UNUSABLE, str(error))
             return None
 
     def _tokenise_alone(self, draft: Prompt) -> Sequence[int]:

@@ -221,6 +221,8 @@ class RolloutLoop:
             prompts=self.ledger.counts(),
             timer=timer,
         )
+        if unusable := self._source.drops.unusable:
+            metrics["prompts/bad_rows"] = float(unusable)
         return RolloutResult(
             groups=groups,
             metrics=metrics | self._interruption_metrics(rollout, groups),

@@ -86,7 +86,7 @@ def read_manifest(path: Path, rollout_id: int) -> tuple[StepManifest, float]:
     for group in _read_groups(path):
         parts.append(StepManifest.of(TrainBatch.from_groups([group], rollout_id)))
         rewards += group.rewards
-    columns = [f.name for f in dataclasses.fields(StepManifest) if f.name not in ("rollout_id", "names")]
+    columns = [f.name for f in dataclasses.fields(StepManifest) if f.name not in ("rollout_id", "names", "row_ids")]
     arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in columns}
     names = [name for part in parts for name in part.names]
     return StepManifest(rollout_id=rollout_id, names=names, **arrays), sum(rewards) / len(rewards)

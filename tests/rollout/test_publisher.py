@@ -1,6 +1,7 @@
 """Rows of whole groups go into a plane in the background, and what fails there reaches who waits."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,6 +81,34 @@ def test_a_sample_that_cannot_be_trained_is_named() -> None:
         await publisher.row_ids([group])
 
     with pytest.raises(ValueError, match="p:0 response 2 cannot be trained on"):
+        asyncio.run(run())
+
+
+class BrokenPlane(LocalPlane):
+    """Its first put fails, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_fail = threading.Event()
+
+    def put(self, columns: Columns) -> list[int]:
+        assert self.may_fail.wait(60)
+        raise PlaneFailed("TransferQueueStorageUnit#0 has died")
+
+
+def test_a_put_that_fails_while_its_ids_are_waited_for_says_why() -> None:
+    async def run() -> None:
+        plane, made = BrokenPlane(), groups(4)
+        publisher = RowPublisher(plane)
+        for group in made:
+            publisher.add(group)  # sixteen rows and more: the put runs in the background
+        await asyncio.sleep(0)
+        waiting = asyncio.ensure_future(publisher.row_ids(made))
+        await asyncio.sleep(0)
+        plane.may_fail.set()
+        await waiting
+
+    with pytest.raises(PlaneFailed, match="TransferQueueStorageUnit#0 has died"):
         asyncio.run(run())
 
 

@@ -78,7 +78,11 @@ class RowPublisher:
             while self._rows_waiting >= at_least:
                 groups, self._waiting = self._waiting, []
                 begin = time.perf_counter()
-                ids = iter(await asyncio.to_thread(self._put_rows, groups))
+                try:
+                    ids = iter(await asyncio.to_thread(self._put_rows, groups))
+                except Exception as error:
+                    self._fail(error)  # at once: who waits for the lock would miss the ids of these groups
+                    raise
                 self._put_s += time.perf_counter() - begin
                 for group in groups:
                     self._ids[group.prompt.prompt_id] = list(itertools.islice(ids, len(group.samples)))
@@ -120,9 +124,12 @@ class RowPublisher:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._failure = self._failure or error
-            self._failed.set()
-            self.on_failure()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._failed.set()
+        self.on_failure()
 
     async def close(self) -> None:
         """Ends what runs in the background; the plane stays open."""

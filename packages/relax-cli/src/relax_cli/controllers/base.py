@@ -73,12 +73,11 @@ class PhaseTimer:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the time inside to ``name``."""
-        start = time.perf_counter()
         try:
-            yield
+            with self.beside(name):
+                yield
         finally:
-            end = time.perf_counter()
-            self.spans.append((name, start, end))
+            _, start, end = self.spans[-1]
             self.seconds[name] = self.seconds.get(name, 0.0) + end - start
 
     @contextlib.contextmanager

@@ -47,6 +47,7 @@ from relax_cli.workers.plane_rows import RowsInPlane
 
 if TYPE_CHECKING:
     from relax_data.types import StepManifest
+    from relax_rollout.weight_sync.base import PushReport
 
     from relax_cli.workers.rollout import RolloutOutput
 
@@ -134,9 +135,7 @@ class FullyAsyncController(Controller):
         self._version = version
         begin = time.perf_counter()
         with timer.phase("weight_update"):
-            report = self._recovery.push(version)
-            self._check_served(version)
-            self._recovery.include(version)
+            report = self._reach_engines()
         sent = time.perf_counter()
         with timer.phase("resume"):
             self.workers.rollout.end_push(version)
@@ -146,9 +145,14 @@ class FullyAsyncController(Controller):
 
     def _catch_up(self) -> None:
         """Gives restarted engines the weights that the others have, while the trainer waits for samples."""
-        self._recovery.push(self._version, joining_only=True)
+        self._reach_engines(joining_only=True)
+
+    def _reach_engines(self, *, joining_only: bool = False) -> "PushReport | None":
+        """Sends the trainer's weights; afterwards whoever got them serves, and nobody serves others."""
+        report = self._recovery.push(self._version, joining_only=joining_only)
         self._check_served(self._version)
         self._recovery.include(self._version)
+        return report
 
     # ------------------------------------------------------------------ evaluation and end
 

@@ -9,23 +9,13 @@ from typing import Any
 
 import pytest
 import relax_profiling
-from cli.test_e2e_loop import documented_metrics
+from cli.test_e2e_loop import documented_metrics, weights
 from cli.test_e2e_losses import gated, kill_in_mid_response
 from engine_gate import Gate
 from relax_data.prompts.saved_groups import SAMPLES_FILE, read_arrays
 from relax_profiling.timeline.shares import WAITS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
-
-
-def weights(folder: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
-    tensors: dict[str, Any] = {}
-    for path in folder.glob("*.safetensors"):
-        tensors |= load_file(path)
-    assert tensors, f"no weights in {folder}"
-    return tensors
 
 
 def test_without_staleness_it_equals_colocate(task: Any, relax: Callable[..., Any], tmp_path: Path) -> None:

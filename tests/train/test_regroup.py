@@ -162,18 +162,24 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize(("estimator", "loss"), COMBINATIONS)
-def test_every_estimator_and_loss(batch: TrainBatch, estimator: str, loss: str, per_token: bool) -> None:
-    settings = AlgorithmSettings(
+def all_terms(estimator: str, loss: str, per_token: bool, entropy_coef: float = 0.0) -> AlgorithmSettings:
+    """Settings with every term that an estimator and a loss can have."""
+    return AlgorithmSettings(
         advantage_estimator=estimator,
         loss_type=loss,
         calculate_per_token_loss=per_token,
         kl_coef=0.2,
         use_kl_loss=True,
         kl_loss_coef=0.1,
+        entropy_coef=entropy_coef,
         use_tis=True,
     )
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(("estimator", "loss"), COMBINATIONS)
+def test_every_estimator_and_loss(batch: TrainBatch, estimator: str, loss: str, per_token: bool) -> None:
+    settings = all_terms(estimator, loss, per_token)
     model = TinyModel()
     whole, totals = step(model, batch, [list(range(N))], settings)
     assert whole.abs().max() > 1e-3
@@ -191,16 +197,7 @@ def test_masked_off_policy_tokens_are_as_good_as_part_of_the_prompt(
     batch: TrainBatch, estimator: str, loss: str, per_token: bool
 ) -> None:
     """`--mask-offpolicy-in-partial-rollout` masks what older weights have sampled: the beginning of a response."""
-    settings = AlgorithmSettings(
-        advantage_estimator=estimator,
-        loss_type=loss,
-        calculate_per_token_loss=per_token,
-        kl_coef=0.2,
-        use_kl_loss=True,
-        kl_loss_coef=0.1,
-        entropy_coef=0.01,
-        use_tis=True,
-    )
+    settings = all_terms(estimator, loss, per_token, entropy_coef=0.01)
     older = [1, 4, 0, 2, 3, 1]
 
     def without(column: Columns) -> Columns:

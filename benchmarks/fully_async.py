@@ -1,0 +1,208 @@
+"""Measures what it gives to train and to generate at the same time, each on GPUs of its own.
+
+    uv run python benchmarks/fully_async.py                                    # the arithmetic model, on two CPU cores
+    python benchmarks/fully_async.py --shape 4b --mean-tokens 2048 --batch 16 --samples 8       # on two GPUs
+    python benchmarks/fully_async.py ... --ways colocate partial:1 async:2 async:4 --spread 1 --cap-tokens 8192
+
+`relax train` runs once for each way on the same prompts, seed and forced lengths, and on as many GPUs: `colocate` uses
+all of them first for one, then for the other; `partial:N` does so with partial rollout and `--max-staleness N`;
+`async:N` is `--fully-async` with `--max-staleness N`, half of the GPUs for each side (`--rollout-num-gpus`). Printed
+is, over the steps behind the warm-up, how many tokens of trained responses a second of wall time gives, what each side
+did, the ratio to colocate, and of `async` that of a step to the trainer's own work and the push, its lower bound.
+
+With `--out FOLDER` the ways may be run one by one; those that are there are compared. `relax simulate --from
+FOLDER/runs/colocate` says what the model makes of the same run.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from partial_rollout import EXAMPLE, HOOKS, ROOT
+
+GPU = torch.cuda.is_available()
+TRAINER = ("fetch", "log_probs", "ref_log_probs", "train", "train_wait")
+"""Phases of a step in which the trainer works."""
+RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+PUSH = ("pause", "weight_update", "sleep_wake", "resume")
+
+
+def split(way: str) -> tuple[str, int]:
+    """Mode and staleness of ``async:2``."""
+    mode, _, staleness = way.partition(":")
+    if mode not in ("colocate", "partial", "async") or (staleness and not staleness.isdecimal()):
+        raise argparse.ArgumentTypeError(
+            f"{way!r}: colocate, partial:N or async:N is expected, N being --max-staleness"
+        )
+    return mode, int(staleness or 0)
+
+
+def words(way: str, arguments: argparse.Namespace) -> list[str]:
+    """Options of `relax train` for one way."""
+    mode, staleness = split(way)
+    generating = arguments.rollout_num_gpus if mode == "async" else 0
+    training = arguments.gpus - generating if GPU else 0
+    groups = arguments.batch * (staleness + 1)
+    if arguments.depth is not None:
+        groups = min(groups, arguments.depth * arguments.batch)
+    options = ["--fully-async" if mode == "async" else "--colocate", "--actor-num-gpus-per-node", str(training)]
+    if mode == "async":
+        options += ["--rollout-num-gpus", str(generating)] if GPU else []
+    if mode != "colocate":
+        options += ["--partial-rollout", "--max-staleness", str(staleness), "--over-sampling-batch-size", str(groups)]
+    if GPU:
+        options += ["--sglang-mem-fraction-static", "0.85" if mode == "async" else str(arguments.mem_fraction)]
+    most = min(arguments.samples * groups, arguments.max_running_requests)
+    model = arguments.model_dir or EXAMPLE / "model"
+    return [
+        *("--hf-checkpoint", str(model), "--prompt-data", str(EXAMPLE / "data" / "train.jsonl")),
+        *("--apply-chat-template", "--custom-rm-path", "bench_hooks:reward", "--lr", "1e-6", "--use-tis"),
+        *("--custom-generate-function-path", "bench_hooks:generate"),
+        *(
+            "--use-dynamic-batch-size",
+            "--max-tokens-per-gpu",
+            str(max(arguments.cap_tokens + 512, 16384 if GPU else 4096)),
+        ),
+        *("--rollout-max-context-len", str(arguments.cap_tokens + 512)),
+        *("--rollout-max-response-len", str(arguments.cap_tokens), "--rollout-seed", "1234"),
+        *("--rollout-batch-size", str(arguments.batch), "--n-samples-per-prompt", str(arguments.samples)),
+        *("--global-batch-size", str(arguments.batch * arguments.samples)),
+        *("--num-rollout", str(arguments.rollouts + warm_up(way)), "--sglang-max-running-requests", str(most)),
+        *(RECOMPUTE if GPU else ()),
+        *(() if GPU else ("--sglang-max-total-tokens", str(min(most * (arguments.cap_tokens + 64), 65536)))),
+        *options,
+        *arguments.options,
+    ]
+
+
+def warm_up(way: str) -> int:
+    """Steps that fill the pipeline, and the first one, in which everything warms up."""
+    return split(way)[1] + 1
+
+
+def run(way: str, arguments: argparse.Namespace, folder: Path) -> None:
+    """One run; leaves its metrics in ``folder``."""
+    name = way.replace(":", "-")
+    command = [sys.executable, "-m", "relax_cli.main", "train", *words(way, arguments), "--tb-experiment-name", name]
+    began = time.monotonic()
+    log = folder / f"{name}.log"
+    with log.open("w") as out:
+        done = subprocess.run(command, cwd=folder, stdout=out, stderr=subprocess.STDOUT)
+    if done.returncode:
+        sys.exit(f"{way}: exit {done.returncode}\n{log.read_text()[-3000:]}")
+    print(f"{way}: {time.monotonic() - began:.0f} s with the start", flush=True)
+
+
+def figures(way: str, arguments: argparse.Namespace, folder: Path) -> dict[str, float] | None:
+    """Means over the steps that are counted, from ``metrics.jsonl``; None for a way that has not run."""
+    path = folder / "runs" / way.replace(":", "-") / "metrics.jsonl"
+    if not path.exists():
+        return None
+    rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = [row for row in rows if "time/step" in row][warm_up(way) :]
+    if not steps:
+        return None
+
+    def mean(*names: str) -> float:
+        return statistics.fmean(sum(row.get(name) or 0.0 for name in names) for row in steps)
+
+    step = mean("time/step")
+    trained = mean("rollout/response_length") * arguments.batch * arguments.samples
+    found = {
+        "steps": float(len(steps)),
+        "trained tokens/s": trained / step,
+        "step, s": step,
+        "  longest, s": max(row["time/step"] for row in steps),
+        "trainer works, s": mean(*(f"time/{phase}" for phase in TRAINER)),
+        "push, switch, s": mean(*(f"time/{phase}" for phase in PUSH)),
+        "generation alone, s": mean("time/generate"),
+        "trainer waits, s": mean("time/wait_for_rollout"),
+        "trainer idle, %": 100 * mean("async/trainer_idle_share"),
+        "engines idle, %": 100 * mean("async/engine_idle_share"),
+        "engines paused, %": 100 * mean("async/engine_paused_share"),
+        "requests running": mean("async/running_requests_mean"),
+        "prefilled again / trained": mean("rollout/reprefilled_tokens") / trained,
+        "staleness mean": mean("staleness/mean"),
+        "staleness max": max(row["staleness/max"] for row in steps),
+    }
+    if split(way)[0] == "async":
+        found["step / (work + push)"] = step / (found["trainer works, s"] + found["push, switch, s"])
+    return found
+
+
+def report(found: dict[str, dict[str, float]]) -> None:
+    """Prints the table, one column for each way."""
+    names = list(dict.fromkeys(name for column in found.values() for name in column))
+    if "colocate" in found:
+        names.append("x colocate")
+        base = found["colocate"]["trained tokens/s"]
+        for column in found.values():
+            column["x colocate"] = column["trained tokens/s"] / base
+    print(f"{'':28}" + "".join(f"{way:>12}" for way in found))
+    for name in names:
+        cells = (f"{c[name]:>12.{1 if c[name] >= 100 else 2}f}" if name in c else f"{'':>12}" for c in found.values())
+        print(f"{name:28}" + "".join(cells))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-dir", type=Path, help="a Hugging Face folder; default: the model of the example")
+    parser.add_argument("--shape", choices=["dense", "4b"], help="a random Qwen3: of 0.6 B (tiny on CPU), or of 4 B")
+    parser.add_argument(
+        "--ways", nargs="+", default=["colocate", "partial:1", "async:2"], help="colocate, partial:N, async:N"
+    )
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="in all; default: those there are")
+    parser.add_argument("--rollout-num-gpus", type=int, help="of them that generate with async; default: half")
+    parser.add_argument("--mean-tokens", type=float, default=64.0, help="mean of the lengths, before the cap")
+    parser.add_argument("--spread", type=float, default=0.0, help="standard deviation of their logarithm; 0: all alike")
+    parser.add_argument("--cap-tokens", type=int, help="longest response; default: the mean")
+    parser.add_argument("--batch", type=int, default=8, help="prompts a step")
+    parser.add_argument("--samples", type=int, default=4, help="responses a prompt")
+    parser.add_argument("--depth", type=float, help="most prompts open at once, in batches; default: the staleness + 1")
+    parser.add_argument("--max-running-requests", type=int, default=512, help="of an engine")
+    parser.add_argument("--rollouts", type=int, default=20, help="that are counted")
+    parser.add_argument("--mem-fraction", type=float, default=0.6, help="of a shared GPU's memory, for the engine")
+    parser.add_argument("--out", type=Path, help="keep model, logs and metrics here")
+    parser.add_argument("options", nargs="*", help="further options of `relax train`, after `--`")
+    arguments = parser.parse_args()
+    for way in arguments.ways:
+        try:
+            split(way)
+        except argparse.ArgumentTypeError as error:
+            parser.error(str(error))
+    if GPU and arguments.gpus < 2:
+        parser.error("two GPUs are needed: one that trains and one that generates")
+    arguments.rollout_num_gpus = arguments.rollout_num_gpus or arguments.gpus // 2
+    arguments.cap_tokens = arguments.cap_tokens or round(arguments.mean_tokens)
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    folder = (arguments.out or Path(tempfile.mkdtemp(prefix="relax-async-"))).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.shape is not None:
+        sys.path.insert(0, str(ROOT / "tests"))
+        from cli.gpu_layouts_check import make_model
+
+        arguments.model_dir = folder / f"model-{arguments.shape}"
+        if not (arguments.model_dir / "config.json").exists():
+            make_model(arguments.shape, arguments.model_dir)
+    hooks = HOOKS.format(folder=str(EXAMPLE), mean=arguments.mean_tokens, spread=arguments.spread)
+    (folder / "bench_hooks.py").write_text(hooks)
+    for way in arguments.ways:
+        run(way, arguments, folder)
+    every = {way: figures(way, arguments, folder) for way in arguments.ways}
+    print(f"logs in {folder}")
+    report({way: column for way, column in every.items() if column is not None})
+
+
+if __name__ == "__main__":
+    main()

@@ -248,7 +248,7 @@ def main() -> int:
         for gpu in range(torch.cuda.device_count()):
             torch.ones(1, device=f"cuda:{gpu}")  # this process's own share of each GPU, before anything is measured
         engine = SGLangEngine(server.url, name="engine0", key=server.key, log_path=server.log_path, alive=server.alive)
-        check = Check(engine, model, options.tp)
+        check = Check(server, engine, model, options.tp)
         groups = GroupCheck(server, check)
 
         async def run() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from relax_cli.cluster.waits import StopFlag
+from relax_cli.cluster.waits import StopFlag, StopRequested
 from relax_cli.config.settings import ClusterSettings, DebugSettings, RunSettings
 from relax_cli.controllers.base import Outcome, PhaseTimer
 from relax_cli.controllers.modes import CONTROLLERS
@@ -204,6 +204,7 @@ def run(
     stop: StopFlag | None = None,
     save: dict[str, Any] | None = None,
     trackers: list[Tracker] | None = None,
+    outcome: Outcome | None = None,
     **options: Any,
 ) -> Outcome:
     debug = {k: options.pop(k) for k in list(options) if "debug" in k}
@@ -214,7 +215,7 @@ def run(
         ClusterSettings(),
     )
     progress, controller = Progress(Console(file=io.StringIO())), CONTROLLERS[config.cluster.mode]
-    return controller(config, workers, Trackers(trackers or []), progress, stop or StopFlag()).run()  # type: ignore[arg-type]
+    return controller(config, workers, Trackers(trackers or []), progress, stop or StopFlag(), outcome).run()  # type: ignore[arg-type]
 
 
 class RecordingTracker:
@@ -393,6 +394,21 @@ def test_a_stop_finishes_the_step_and_saves_it() -> None:
     assert only(workers.calls, "train", "save") == ["train 0", "train 1", "save 1"]
     assert "evaluate 2" not in workers.calls
     assert outcome.stopped_by == signal.SIGTERM
+
+
+def test_a_step_counts_although_the_stop_cuts_what_follows_it() -> None:
+    """It has trained and has its metrics: the summary names it, and that no checkpoint has it."""
+
+    def cut() -> None:
+        raise StopRequested("weights 2 to reach the engines")
+
+    for call in ("push_weights 2", "save 1", "save_state 1"):
+        workers, outcome = RecordingWorkers(), Outcome()
+        workers.on_call[call] = cut
+        with pytest.raises(StopRequested):
+            run(workers, num_rollout=9, save={"save": "s", "save_interval": 2}, outcome=outcome)
+        assert outcome.next_rollout == 2, call
+        assert outcome.saved_rollout == (1 if call == "push_weights 2" else None)
 
 
 def test_rollouts_alone_train_and_push_nothing_and_keep_the_start_weights(tmp_path: Path) -> None:

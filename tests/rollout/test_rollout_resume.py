@@ -169,12 +169,13 @@ async def test_kills_of_the_property_test_do_hit(
 async def test_state_keeps_every_token_of_a_surplus_group(
     make_engine: Make, make_source: Make, length_reward: Any, tokenizer: Any
 ) -> None:
-    def make_loop(n_samples: int = 2) -> RolloutLoop:
+    def make_loop(n_samples: int = 2, **options: Any) -> RolloutLoop:
         settings = RolloutSettings(
             rollout_batch_size=1,
             over_sampling_batch_size=3,
             n_samples_per_prompt=n_samples,
             rollout_max_response_len=3,
+            **options,
         )
         return RolloutLoop(
             settings, engines=[make_engine()], source=make_source(), reward=length_reward, tokenizer=tokenizer
@@ -183,6 +184,7 @@ async def test_state_keeps_every_token_of_a_surplus_group(
     loop = make_loop()
     await loop.generate(0, 0)
     state = saved(loop)
+    had_tokens = sum(bool(s.tokens) for g in loop.ledger.groups() for s in g.samples)
     assert len(loop.ledger.ready) >= 1
     resumed = make_loop()
     load(resumed, state)
@@ -190,11 +192,12 @@ async def test_state_keeps_every_token_of_a_surplus_group(
     expected = [g.samples for g in (await loop.generate(1, 0)).groups]
     assert [g.samples for g in (await resumed.generate(1, 0)).groups] == expected
 
-    wider = make_loop(n_samples=4)
+    wider = make_loop(n_samples=4, partial_rollout=True)  # which restarts none of its own
     load(wider, state)
     assert {g.start_version for g in wider.ledger.groups()} == {None}, "they start again"
-    groups = (await wider.generate(1, 0)).groups
-    assert [len(g.samples) for g in groups] == [4]
+    results = [await wider.generate(rollout_id, 0) for rollout_id in (1, 2)]
+    assert [len(g.samples) for result in results for g in result.groups] == [4, 4]
+    assert [r.metrics["rollout/restarted_samples"] for r in results] == [had_tokens, 0], "told once"
 
 
 def test_state_of_another_format_is_refused(

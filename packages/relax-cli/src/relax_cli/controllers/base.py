@@ -182,7 +182,6 @@ class Controller(abc.ABC):
             if not self._step(rollout_id):
                 break
             rollout_id += 1
-            self.outcome.next_rollout = rollout_id
         if self.stop.requested:
             self.outcome.stopped_by = self.stop.signal_number
         elif self._evaluates and rollout_id > start and rollout_id != self._evaluated:
@@ -243,6 +242,7 @@ class Controller(abc.ABC):
             output: the rollout that the step trained on.
         """
         self._report(rollout_id, scalars, timer, output.histograms)
+        self.outcome.next_rollout = rollout_id + 1  # a stop may cut what follows
         if self._timeline is not None:
             seconds = scalars["time/step"]
             self._timeline.write(rollout_id, timer.spans, output.usage, began=timer.created, seconds=seconds)

@@ -51,12 +51,15 @@ class PromptFeed:
             taken += new
         return taken
 
-    def put_back(self) -> None:
+    def put_back(self) -> int:
         """Lets all groups that are out wait for the next rollout.
 
         Samples that an error left half done start again, or go on from the tokens of their finished requests.
+
+        Returns:
+            samples whose tokens were thrown away.
         """
-        active = self._ledger.active
+        active, restarted = self._ledger.active, 0
         for group in active:
             for sample in group.samples:
                 if sample.status.finished:
@@ -64,15 +67,22 @@ class PromptFeed:
                 if self._keep:
                     sample.status, sample.error = SampleStatus.PENDING, None
                 else:
+                    restarted += bool(sample.tokens)
                     sample.restart()
             group.settle()
         self._ledger.interrupt(g.prompt.prompt_id for g in active)
+        return restarted
 
-    def restart_resized(self) -> None:
-        """After a load: groups of another size than ``n_samples`` start again, with that many samples."""
+    def restart_resized(self) -> int:
+        """After a load: groups of another size than ``n_samples`` start again, with that many samples.
+
+        Returns:
+            samples whose tokens were thrown away.
+        """
         resized = [g for g in self._ledger.groups() if len(g.samples) != self._n_samples]
         if not resized:
-            return
+            return 0
+        restarted = sum(bool(s.tokens) for g in resized for s in g.samples)
         logger.warning(
             "the checkpoint buffers %d prompts with %d responses each, --n-samples-per-prompt is %d: they restart",
             len(resized),
@@ -84,9 +94,14 @@ class PromptFeed:
             group.settle()
             if self._ledger.state_of(group.prompt.prompt_id) is PromptState.BUFFERED:
                 self._ledger.interrupt([group.prompt.prompt_id])
+        return restarted
 
-    def restart_unfinished(self) -> None:
-        """After a load without partial rollout: samples that a run with it has saved half done start again."""
+    def restart_unfinished(self) -> int:
+        """After a load without partial rollout: samples that a run with it has saved half done start again.
+
+        Returns:
+            samples whose tokens were thrown away.
+        """
         restarted = 0
         for group in self._ledger.waiting:
             half_done = [s for s in group.samples if s.tokens and not s.status.finished]
@@ -99,3 +114,4 @@ class PromptFeed:
             logger.warning(
                 "the checkpoint has %d unfinished responses: without --partial-rollout they restart", restarted
             )
+        return restarted

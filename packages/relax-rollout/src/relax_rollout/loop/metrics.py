@@ -81,7 +81,8 @@ def rollout_metrics(
         version: the policy version that consumes the groups; staleness is this minus a sample's oldest version.
         tokens: tokens that the engines returned during the rollout, also those thrown away.
         dropped: the reason of each prompt dropped during the rollout.
-        restarted: samples whose tokens were thrown away during the rollout, to start again from the prompt.
+        restarted: samples whose tokens were thrown away during the rollout, or before it since the last one, to start
+            again from the prompt.
         prompts: number of prompts of the run by state (:meth:`relax_data.prompts.ledger.PromptLedger.counts`) when
             the groups are assigned to training.
         timer: the rollout's times.

@@ -143,6 +143,8 @@ class RolloutLoop:
         self._source = source
         self._feed = self._feed_of(self.ledger)
         self._dropped: list[DroppedPrompt] = []
+        self._restarted = 0
+        """Samples whose tokens were thrown away between rollouts; the next result tells of them."""
         self._busy = False
 
     @property
@@ -189,8 +191,11 @@ class RolloutLoop:
             self.restart_unusable(rollout)
             groups = self._checked(rollout, await self._collected(rollout))
             self.ledger.assign(g.prompt.prompt_id for g in groups)
+        except BaseException:
+            self._restarted += rollout.runner.restarted  # no result of this rollout tells of them
+            raise
         finally:
-            self._feed.put_back()
+            self.put_back()
             self._busy = False
         return self.result(rollout, groups, version, router, timer)
 
@@ -212,12 +217,13 @@ class RolloutLoop:
             timer: the times of the rollout.
         """
         dropped, self._dropped[:] = list(self._dropped), []
+        restarted, self._restarted = rollout.runner.restarted + self._restarted, 0
         metrics = rollout_metrics(
             groups,
             version=version,
             tokens=router.tokens,
             dropped=(d.reason for d in dropped),
-            restarted=rollout.runner.restarted,
+            restarted=restarted,
             prompts=self.ledger.counts(),
             timer=timer,
         )
@@ -330,9 +336,9 @@ class RolloutLoop:
         self._source.load_state_dict(source_state)
         self._dropped, self.ledger = dropped, ledger
         self._feed = self._feed_of(ledger)
-        self._feed.restart_resized()
+        self._restarted = self._feed.restart_resized()
         if not self.settings.partial_rollout:
-            self._feed.restart_unfinished()
+            self._restarted += self._feed.restart_unfinished()
 
     def open(
         self,
@@ -409,7 +415,7 @@ class RolloutLoop:
 
     def put_back(self) -> None:
         """Lets all groups that are out wait, after what ran them was ended."""
-        self._feed.put_back()
+        self._restarted += self._feed.put_back()
 
     def restart_unusable(self, rollout: RolloutContext) -> None:
         """Lets samples at rest start again that cannot be trained as they are; none is dropped.

@@ -287,3 +287,37 @@ def test_without_its_file_nothing_else_is_said_to_be_missing(words: list[str]) -
         resolve(words, EMPTY)
     (problem,) = refused.value.problems
     assert problem.startswith("--config")
+
+
+def test_a_mode_of_the_command_line_takes_the_place_of_a_files(workspace: Path, start: list[str]) -> None:
+    """What has an effect in the file's mode alone goes with it, and both are told."""
+    (workspace / "async.toml").write_text("fully-async = true\nmax-staleness = 2\nweight-sync = 'disk'\nlr = 1e-5\n")
+    (workspace / "colocate.toml").write_text("colocate = true\nlr = 1e-5\n")
+    for words, environ in [
+        (["--colocate"], EMPTY),
+        (["--no-fully-async"], EMPTY),
+        ([], {"RELAX_COLOCATE": "true"}),
+        (["--no-fully-async"], {"RELAX_COLOCATE": "true"}),
+    ]:
+        config = resolve([*start, "--config", "async.toml", *words], environ)
+        assert (config.cluster.mode, config.cluster.weight_sync, config.train.optimizer.lr) == ("colocate", None, 1e-5)
+        assert not {"max_staleness", "weight_sync"} & config.given
+        told = [warning for warning in config.warnings if "takes the place of" in warning]
+        assert len(told) == 1
+        assert "--fully-async (async.toml:1); left out with it" in told[0]
+        assert told[0].endswith("--max-staleness (async.toml:2), --weight-sync (async.toml:3)")
+        (workspace / "again.toml").write_text(to_toml(config))
+        assert resolve(["--config", "again.toml"], EMPTY).cluster == config.cluster
+
+    kept = resolve([*start, "--config", "async.toml", "--colocate", "--over-sampling-batch-size", "256"], EMPTY)
+    assert kept.cluster.max_staleness == 2, "it has an effect there"
+    turned = resolve([*start, "--config", "colocate.toml", "--fully-async", "--actor-num-gpus-per-node", "0"], EMPTY)
+    assert (turned.cluster.mode, turned.cluster.colocate) == ("fully_async", False)
+    assert "--fully-async (command line) takes the place of --colocate (colocate.toml:1)" in turned.warnings
+
+    alone = resolve([*start, "--config", "async.toml", "--actor-num-gpus-per-node", "0"], EMPTY)
+    assert alone.cluster.fully_async
+    assert not [warning for warning in alone.warnings if "takes the place of" in warning]
+    assert "exclude each other" in problems([*start, "--config", "async.toml", "--colocate", "--fully-async"])[0]
+    own = problems([*start, "--config", "async.toml", "--colocate", "--max-staleness", "1"])
+    assert [p.split(" has no effect")[0] for p in own] == ["--max-staleness"], "asked for on the command line"

@@ -23,6 +23,7 @@ from relax_cli.config.command_line import (
     read_environment,
 )
 from relax_cli.config.derive import derive, run_name
+from relax_cli.config.mode_switch import switch_mode
 from relax_cli.config.run_config import ConfigError, RunConfig
 from relax_cli.config.schema import UNSET
 from relax_cli.config.suggest import nearest
@@ -39,7 +40,7 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Run
         ConfigError: anything is wrong with the options; holds all problems.
     """
     namespace = options.namespace()
-    given, errors, failed, complete = _merge(argv, environ, namespace)
+    given, errors, failed, complete, switched = _merge(argv, environ, namespace)
     values = {name: option.default for name, option in namespace.options.items()}
     values["sglang_extra"] = {}
     for name, item in given.items():
@@ -71,13 +72,13 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Run
             errors += needed
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)))
-    return dataclasses.replace(config, warnings=tuple(warnings_of(config)))
+    return dataclasses.replace(config, warnings=(*switched, *warnings_of(config)))
 
 
 def _merge(
     argv: Sequence[str], environ: Mapping[str, str], namespace: Namespace
-) -> tuple[dict[str, Given], list[str], set[str], bool]:
-    """(options given, errors, names that could not be read, whether the file could be read at all)."""
+) -> tuple[dict[str, Given], list[str], set[str], bool, list[str]]:
+    """(options given, errors, names that could not be read, whether the file could be read at all, warnings)."""
     command, environment = read_command_line(argv, namespace), read_environment(environ, namespace)
     path = command.values.get("config") or environment.values.get("config")
     file = (
@@ -89,10 +90,11 @@ def _merge(
     merged: dict[str, Given] = {}
     for layer in layers:
         merged.update(layer.values)
+    switched = switch_mode(layers, merged)
     failed = set().union(*(layer.failed for layer in layers))
     errors = [error for layer in layers for error in layer.errors]
     unreadable = "config" in failed or (bool(file.errors) and not file.failed and not file.values)
-    return merged, errors, failed, not unreadable
+    return merged, errors, failed, not unreadable, switched
 
 
 def _names_given(given: Mapping[str, Given], namespace: Namespace) -> frozenset[str]:

@@ -211,3 +211,90 @@ def test_a_cluster_to_join_is_planned_with_the_gpus_of_its_nodes(workspace: Path
     text = plan_text(resolve([*start, "--dry-run", "--ray-address", "auto", "--actor-num-nodes", "2"], {}))
     assert row(text, "Ray") == "joins auto"
     assert row(text, "trainer") == "16 ranks, one a GPU: 2 nodes x 8 GPUs"
+
+
+def after(text: str, title: str) -> list[str]:
+    """The lines of the last topics of the plan, from this title on, up to an empty line."""
+    return text.partition(f"\n{title}\n")[2].partition("\n\n")[0].splitlines()
+
+
+def test_a_plan_says_that_a_run_is_finished_and_a_start_of_it_starts_nothing(
+    workspace: Path, start: list[str], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*start, "--load", str(checkpoint.parent)]
+    five = [w if w != "2" or words[i - 1] != "--num-rollout" else "5" for i, w in enumerate(words)]
+    done = f"nothing is left to do: {checkpoint} holds rollout 4, and the last one of --num-rollout 5 is 4"
+    assert row(plan(five, capsys), "length") == f"5 rollouts; {done}"
+    six = ["6" if w == "5" else w for w in five]
+    assert row(plan(six, capsys), "length") == "6 rollouts"
+
+    (workspace / "small" / "model.safetensors").touch()
+    (workspace / "small" / "tokenizer.json").write_text("{}")
+    code = main(["train", *five])
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (0, f"relax train: {done}\n"), captured.err
+    assert not (workspace / "runs").exists()
+
+
+def test_a_plan_says_that_there_is_no_evaluation(
+    workspace: Path, start: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert row(plan(start, capsys), "evaluation") == "none (--eval-prompt-data NAME PATH and --eval-interval)"
+    some = plan([*start, "--eval-interval", "2", "--eval-prompt-data", "held", "prompts.jsonl"], capsys)
+    assert row(some, "evaluation") == "held, before the first and after every 2 rollouts"
+
+
+@pytest.mark.parametrize(("here", "told"), [(0, "no GPUs"), (1, "1 GPU"), (8, None), (16, None)])
+def test_a_plan_for_more_gpus_than_this_machine_has_says_so(
+    workspace: Path, start: list[str], gpus: Callable[[int], None], here: int, told: str | None
+) -> None:
+    gpus(here)
+    words = [*start, "--dry-run", "--actor-num-gpus-per-node", "8"]
+    notes = after(plan_text(resolve(words, {})), "A real start still needs")
+    gpus_missing = [line for line in notes if "and this machine has" in line]
+    assert gpus_missing == (
+        []
+        if told is None
+        else [
+            f"  - 8 GPUs, and this machine has {told}: start it where they are, join them with --ray-address, or lower "
+            "--actor-num-gpus-per-node (0 is CPU)"
+        ]
+    )
+    joined = plan_text(resolve([*words, "--ray-address", "auto"], {}))
+    assert "and this machine has" not in joined
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--rollout-batch-size 100000000", "at 5,000 tokens a second and engine this takes"),
+        ("--num-gpus-per-node 8 --rollout-batch-size 100000000", "at 50,000 tokens a second and GPU this takes"),
+        ("--use-dynamic-batch-size --max-tokens-per-gpu 2000000000", "the logits of a micro-batch of --max-tokens"),
+    ],
+)
+def test_sizes_that_no_machine_holds_are_warned_of(workspace: Path, start: list[str], words: str, told: str) -> None:
+    batch = ["--rollout-max-response-len", "1000"]
+    options = [*start, "--dry-run", *words.split(), *batch]
+    if words.startswith("--num-gpus"):
+        options += ["--micro-batch-size", "1"]
+    (found,) = [w for w in resolve(options, {}).warnings if told in w]
+    assert "lower" in found
+
+
+def test_models_that_no_gpu_holds_are_warned_of(workspace: Path, model: list[str]) -> None:
+    huge = [
+        "--hf-checkpoint",
+        "qwen3-30b-a3b",
+        "--prompt-data",
+        "prompts.jsonl",
+        "--dry-run",
+        "--num-gpus-per-node",
+        "1",
+    ]
+    (found,) = [w for w in resolve(huge, {}).warnings if "the largest GPU that is sold has 288" in w]
+    assert found.startswith("weights, gradients and optimizer take 550 GB")
+    fits = [*huge[:-1], "8", *QWEN3_30B_16_GPUS.split()]
+    assert not [w for w in resolve(fits, {}).warnings if "largest GPU" in w]
+    near = "and this machine has"
+    small = resolve(["--hf-checkpoint", "small", "--prompt-data", "prompts.jsonl", "--dry-run"], {})
+    assert not [w for w in small.warnings if near in w]

@@ -80,6 +80,11 @@ def train(argv: list[str]) -> int:
         return 0
     for warning in config.warnings:
         print(f"relax train: warning: {warning}", file=sys.stderr)
+    from relax_cli.checks.file_checks import nothing_left
+
+    if (done := nothing_left(config)) is not None:
+        print(f"relax train: nothing is left to do: {done}")
+        return 0
     from relax_cli.run.launch import run
 
     return run(config)

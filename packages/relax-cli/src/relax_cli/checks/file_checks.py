@@ -73,6 +73,24 @@ def file_needs(config: RunConfig) -> Problems:
     return [*found, *_missing_samples(config), *_unwritable(config)]
 
 
+def nothing_left(config: RunConfig) -> str | None:
+    """Why a start of this run would do nothing: the checkpoint that it goes on from is of its last rollout."""
+    checkpoint, length = config.train.checkpoint, config.run.num_rollout
+    if checkpoint.load is None or length is None or config.debug.debug_rollout_only:
+        return None
+    if checkpoint.start_rollout_id is not None:
+        return None  # one behind the last is refused
+    try:
+        found = manifest.find(Path(checkpoint.load))
+    except CheckpointError:  # that is said elsewhere
+        return None
+    if found is None or found[1]["rollout_id"] + 1 < length:
+        return None
+    return (
+        f"{found[0]} holds rollout {found[1]['rollout_id']}, and the last one of --num-rollout {length} is {length - 1}"
+    )
+
+
 def _missing_samples(config: RunConfig) -> Problems:
     """The first file of ``--load-debug-rollout-data`` that is not there; a run would meet it late."""
     template, checkpoint = config.debug.load_debug_rollout_data, config.train.checkpoint

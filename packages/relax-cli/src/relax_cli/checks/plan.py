@@ -11,7 +11,9 @@ from relax_train.models.shape import ModelShape
 from relax_train.settings.model import read_hf_config
 
 from relax_cli.checks.data_checks import data_rows
+from relax_cli.checks.file_checks import nothing_left
 from relax_cli.checks.lengths import context_lengths, micro_batch_tokens
+from relax_cli.checks.size_checks import bf16, logit_bytes
 from relax_cli.checks.staleness_checks import most_open
 from relax_cli.cluster.placement import Placement
 from relax_cli.cluster.slots import slots_needed
@@ -70,29 +72,28 @@ def _run(config: RunConfig) -> Rows:
         length = f"{run.num_rollout} rollouts"
     if run.num_epoch is not None:
         length = f"{run.num_epoch} passes over the prompt data"
+    if (done := nothing_left(config)) is not None:
+        length += f"; nothing is left to do: {done}"
     rows = [("mode", mode), ("length", length), ("prompts", " ".join(config.data.prompt_data) or "saved samples")]
     rows += data_rows(config)
     if run.eval_interval is not None:
         names = ", ".join(config.eval.eval_prompt_data[::2])
         before = "" if run.skip_eval_before_train else "before the first and "
         rows.append(("evaluation", f"{names}, {before}after every {run.eval_interval} rollouts"))
+    elif not debug.debug_train_only:
+        rows.append(("evaluation", "none (--eval-prompt-data NAME PATH and --eval-interval)"))
     return rows
 
 
 def _model(config: RunConfig, shape: ModelShape) -> Rows:
     experts = f", {shape.experts} experts of which {shape.experts_per_token} a token" if shape.experts else ""
-    precision = "bfloat16, float32 master weights" if _bf16(config) else "float32"
+    precision = "bfloat16, float32 master weights" if bf16(config) else "float32"
     return [
         ("checkpoint", config.train.model.hf_checkpoint),
         ("kind", f"{shape.model_type}, {shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads{experts}"),
         ("parameters", f"{shape.parameters / 1e9:.2f} B" if shape.parameters > 1e8 else f"{shape.parameters:,}"),
         ("precision", precision),
     ]
-
-
-def _bf16(config: RunConfig) -> bool:
-    chosen = config.train.model.bf16
-    return _on_gpu(config) if chosen is None else chosen
 
 
 def _processes(config: RunConfig) -> Rows:
@@ -275,18 +276,17 @@ def _memory(config: RunConfig, shape: ModelShape) -> Rows:
 
 def _trainer_memory(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows:
     offload = config.train.parallel.optimizer_cpu_offload
-    device, host = shape.training_bytes(placement, bf16=_bf16(config), offload=offload)
+    device, host = shape.training_bytes(placement, bf16=bf16(config), offload=offload)
     rows = [("trainer: weights, gradients, optimizer", f"{_size(device)} a rank, activations come on top")]
     if host:
         rows.append(("trainer: optimizer on the host", f"{_size(host)} a rank"))
-    tokens = config.train.batch.max_tokens_per_gpu
-    if tokens is not None:
-        rows.append(("trainer: logits in float32", f"{_size(4 * tokens * shape.vocab // placement.tp)} a micro-batch"))
+    if (logits := logit_bytes(config, shape, placement)) is not None:
+        rows.append(("trainer: logits in float32", f"{_size(logits)} a micro-batch"))
     return rows
 
 
 def _engine_memory(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows:
-    width = 2 if _bf16(config) else 4
+    width = 2 if bf16(config) else 4
     weights = shape.parameters * width // placement.gpus_per_engine
     token = shape.kv_cache_bytes(width)
     share = f", of --sglang-mem-fraction-static {config.sglang.sglang_mem_fraction_static} of the GPU"

@@ -14,6 +14,7 @@ from relax_cli.checks.data_checks import data_needs, data_problems, data_warning
 from relax_cli.checks.file_checks import file_needs, file_problems
 from relax_cli.checks.lengths import ENGINE_MARGIN, micro_batch_tokens
 from relax_cli.checks.placement_checks import gpu_problems, mode_problems, split_problem
+from relax_cli.checks.size_checks import size_warnings
 from relax_cli.checks.staleness_checks import staleness_problems, staleness_warnings
 from relax_cli.cluster.placement import SIZES, local_gpus
 from relax_cli.config.run_config import RunConfig
@@ -58,8 +59,7 @@ def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problem
     for check in checks:
         wrong += check(config)
     needed = [*_start_needs(config), *data_needs(config)]
-    if not planning:
-        needed += _machine_problems(config)
+    needed += _gpus_missing(config) if planning else _machine_problems(config)
     return list(dict.fromkeys(wrong)), list(dict.fromkeys(needed))
 
 
@@ -293,6 +293,18 @@ def _machine_problems(config: RunConfig) -> Problems:
     return found
 
 
+def _gpus_missing(config: RunConfig) -> Problems:
+    """GPUs of a plan that this machine does not have: a note, because a plan may be one for another machine."""
+    placement, here = config.placement, local_gpus()
+    if config.cluster.ray_address is not None or placement is None or placement.gpus <= here:
+        return []
+    several = "" if here == 1 else "s"
+    return [
+        f"{placement.gpus} GPUs, and this machine has {here or 'no'} GPU{several}: start it where they are, join them "
+        "with --ray-address, or lower --actor-num-gpus-per-node (0 is CPU)"
+    ]
+
+
 def _profiling_warnings(config: RunConfig) -> list[str]:
     """Warns of what the profilers cannot do on a CPU."""
     if config.placement is None or config.placement.device != "cpu":
@@ -326,7 +338,7 @@ def warnings_of(config: RunConfig) -> list[str]:
         several = " (with the one optimizer step a rollout of this run they do not)" if step == samples else ""
         found.append(f"--balance-data: responses to one prompt may fall into different training steps{several}")
     found += staleness_warnings(config) + algorithm_warnings(config, steps=samples // step)
-    found += data_warnings(config)
+    found += data_warnings(config) + size_warnings(config)
     if not config.debug.debug_rollout_only and placement is not None and step < placement.dp:
         found.append(
             f"an optimizer step has {step} samples for {placement.dp} data-parallel ranks, so {placement.dp - step} of "

@@ -72,7 +72,7 @@ def test_yaml_and_toml_mean_the_same(workspace: Path, model: list[str]) -> None:
         ("a.toml", "lr = \n", "line 1"),
         ("a.toml", "lr = 1\nlr = 2\n", "line 2"),
         ("a.toml", 'config = "b.toml"\n', "a.toml:1: config: a configuration file cannot name another one"),
-        ("a.toml", "sglang_port = 1\n", "a.toml:1: sglang_port: --sglang-port cannot be set"),
+        ("a.toml", "sglang_port = 1\n", "a.toml:1: sglang_port: cannot be set: "),
         ("a.yaml", "seed: 1\nlr: fast\n", "a.yaml:2: lr: expected a number, found 'fast'"),
         ("a.yaml", "colocate: yes\n", "a.yaml:1: colocate: expected true or false, found 'yes'"),
         ("a.yaml", "seed: 1\nseed: 2\n", "a.yaml:2: seed: given twice"),
@@ -321,3 +321,12 @@ def test_a_mode_of_the_command_line_takes_the_place_of_a_files(workspace: Path, 
     assert "exclude each other" in problems([*start, "--config", "async.toml", "--colocate", "--fully-async"])[0]
     own = problems([*start, "--config", "async.toml", "--colocate", "--max-staleness", "1"])
     assert [p.split(" has no effect")[0] for p in own] == ["--max-staleness"], "asked for on the command line"
+
+
+def test_a_server_argument_that_cannot_be_set_is_named_once(workspace: Path, start: list[str]) -> None:
+    plan = [*start, "--dry-run"]
+    told = [*problems([*plan, "--sglang-host", "a"]), *problems(plan, {"RELAX_SGLANG_TP": "2"})]
+    assert [problem.count("sglang-host") + problem.count("SGLANG_TP") for problem in told] == [1, 1]
+    assert told[0] == "--sglang-host: cannot be set: each engine gets its own address and free ports"
+    (unknown,) = problems([*plan, "--sglang-mode", "a"])
+    assert "--sglang-model" not in unknown, "what cannot be set is not suggested"

@@ -33,10 +33,10 @@ def settings_classes() -> tuple[type, ...]:
 @functools.cache
 def namespace() -> Namespace:
     """Every option of ``relax train``, ours and those passed through to the SGLang server."""
-    from relax_rollout.engines.sglang.arguments import OWNED, server_arguments
+    from relax_rollout.engines.sglang.arguments import owner, server_arguments
 
     options = {name: option for name, option in merge_options(settings_classes()).items() if name != "sglang_extra"}
-    names = [f"sglang_{name.replace('-', '_')}" for name in server_arguments() if name not in OWNED]
+    names = [f"sglang_{name.replace('-', '_')}" for name in server_arguments() if owner(name) is None]
     return Namespace(options, _passed_option, [n for n in names if n not in options])
 
 
@@ -46,12 +46,14 @@ def _passed_option(name: str) -> Option | None:
     Raises:
         ValueError: it has, but the system sets it itself.
     """
-    from relax_rollout.engines.sglang.arguments import lookup, server_arguments
+    from relax_rollout.engines.sglang.arguments import owner, server_arguments
 
     key = name.removeprefix("sglang_").replace("_", "-")
     if not name.startswith("sglang_") or key not in server_arguments():
         return None
-    argument = lookup(key)
+    if (reason := owner(key)) is not None:
+        raise ValueError(f"cannot be set: {reason}")  # who asks names the option
+    argument = server_arguments()[key]
     base = {"flag": bool, "int": int, "float": float}.get(argument.kind, str)
     choices = tuple(c for c in argument.choices if isinstance(c, base))
     return Option(name, dataclasses.replace(kind_of(base), many=argument.many, choices=choices))

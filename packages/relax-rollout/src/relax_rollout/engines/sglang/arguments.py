@@ -251,16 +251,16 @@ def lookup(name: str) -> ServerArgument:
     key = name.replace("_", "-")
     arguments = server_arguments()
     if key not in arguments:
-        near = difflib.get_close_matches(key, [n for n in arguments if _owner(n) is None], n=3, cutoff=0.6)
+        near = difflib.get_close_matches(key, [n for n in arguments if owner(n) is None], n=3, cutoff=0.6)
         hint = f"; did you mean {' or '.join('--sglang-' + n for n in near)}?" if near else ""
         raise ValueError(f"--sglang-{key}: SGLang's server has no argument --{key}{hint}")
-    if (reason := _owner(key)) is not None:
+    if (reason := owner(key)) is not None:
         raise ValueError(f"--sglang-{key} cannot be set: {reason}")
     return arguments[key]
 
 
-def _owner(key: str) -> str | None:
-    """Why the system owns an argument, or None when users may set it."""
+def owner(key: str) -> str | None:
+    """Why the system sets an argument of that kebab-case name itself, or None when users may set it."""
     return OWNED.get(key) or OWNED.get(server_arguments()[key].alias_of or "")
 
 

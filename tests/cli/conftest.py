@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -120,6 +121,23 @@ class Run:
         found = [p for p in self.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE and wanted(p)]
         assert len(found) == 1, found
         return found[0]
+
+    def kill(self) -> None:
+        """``kill -9`` of the driver; what clears up after it ends last, and then nothing is left."""
+        sessions = Path(tempfile.gettempdir(), "ray")
+        (own,) = sessions.glob(f"session_2*_{self.process.pid}")
+        cleaner = self.find(lambda p: any(word.endswith("/kill_cleanup.py") for word in p.cmdline()))
+        self.process.kill()
+        self.process.wait()
+        end = time.monotonic() + DEADLINE_S
+        while _status(cleaner) not in ("gone", psutil.STATUS_ZOMBIE):
+            assert time.monotonic() < end, "what clears up after a killed driver does not end"
+            time.sleep(0.1)
+        assert self.survivors(deadline_s=0) == [], "processes outlive a killed driver"
+        assert not own.exists()
+        logs = self.folder / "runs" / "run" / "logs" / "ray"
+        assert (logs / "raylet.out").is_file(), "Ray's logs are kept"
+        assert not (self.folder / "runs" / "run" / "engine_key").exists()
 
     def find_server(self) -> psutil.Process:
         """SGLang's server; unlike its supervisor's, its words begin with its module."""

@@ -15,8 +15,9 @@ import pytest
 from ray._private import services
 from ray.exceptions import RpcError
 from relax_cli.cluster import local_ray
+from relax_cli.cluster.kill_cleanup import move_logs
 from relax_cli.cluster.local_ray import RayStartError
-from relax_cli.cluster.ray_cluster import _move_logs, connected
+from relax_cli.cluster.ray_cluster import connected
 
 
 @pytest.fixture
@@ -223,7 +224,7 @@ def test_logs_of_ray_get_the_modes_of_the_umask(tmp_path: Path) -> None:
         path.chmod(0o777)
     before = os.umask(0o077)
     try:
-        _move_logs(source, target)
+        move_logs(source, target)
     finally:
         os.umask(before)
     assert (target / "raylet.err").read_text() == "last words"

@@ -9,10 +9,12 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import psutil
+
+from relax_cli.cluster.kill_cleanup import KillCleanUp
 
 START_DEADLINE_S = 300.0
 """How long the raylet may take: a busy laptop with a cold disk needs minutes for the imports of Ray's processes."""
@@ -29,11 +31,12 @@ class _Died(Exception):
     """A vital process ended while Ray started. No RuntimeError: that one ``ray.init`` takes for "not yet"."""
 
 
-def start_local(ray: Any, note: Callable[[str], None], **options: Any) -> None:
+def start_local(ray: Any, note: Callable[[str], None], clean_up: KillCleanUp | None = None, **options: Any) -> None:
     """``ray.init`` for a Ray of this run alone.
 
     Args:
         note: takes a line for the user.
+        clean_up: is told of Ray's processes and folder, for the case that this process is killed.
         options: of ``ray.init``.
 
     Raises:
@@ -42,7 +45,7 @@ def start_local(ray: Any, note: Callable[[str], None], **options: Any) -> None:
     for attempt in (1, 2):
         before = set(psutil.Process().children())
         try:
-            with _waiting_aloud(note), _registration_watched(before), _in_groups_of_their_own():
+            with _waiting_aloud(note), _registration_watched(before), _started_apart(clean_up):
                 # Without an address Ray would join any cluster that runs, or once ran, on this machine.
                 ray.init(address="local", **options)
             return
@@ -113,8 +116,8 @@ def _registration_watched(before: set[psutil.Process]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_groups_of_their_own() -> Iterator[None]:
-    """Inside, Ray's processes are started outside the process group of this one.
+def _started_apart(clean_up: KillCleanUp | None) -> Iterator[None]:
+    """Inside, Ray's processes are started outside the process group of this one, and whoever cleans up hears of them.
 
     A batch system or ``timeout`` signals the whole group. The run finishes its step then and saves it, which it cannot
     without Ray. When this process ends, the kernel ends Ray's, whatever their group.
@@ -124,10 +127,13 @@ def _in_groups_of_their_own() -> Iterator[None]:
     popen = services.ConsolePopen
 
     class Apart(popen):  # type: ignore[misc, valid-type]
-        def __init__(self, *words: Any, **options: Any) -> None:
-            super().__init__(*words, **{"process_group": 0, **options})
+        def __init__(self, words: Sequence[str], *rest: Any, **options: Any) -> None:
+            if clean_up is not None:
+                clean_up.starts(words)
+                options["env"] = {**(options.get("env") or os.environ), **clean_up.environment}
+            super().__init__(words, *rest, **{"process_group": 0, **options})
 
-    services.ConsolePopen = Apart  # type: ignore[misc]
+    services.ConsolePopen = Apart  # type: ignore[misc, assignment]
     try:
         yield
     finally:

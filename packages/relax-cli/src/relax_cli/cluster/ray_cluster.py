@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from relax_cli.cluster.kill_cleanup import KillCleanUp, move_logs, remove_session
 from relax_cli.cluster.local_ray import START_DEADLINE_S, VITAL, start_local
 from relax_cli.cluster.ray_watch import (
     ASK_EVERY_S,
@@ -42,6 +42,7 @@ def connected(
     stop: StopFlag | None = None,
     tell: Callable[[RayLost], None] | None = None,
     logs: Path | None = None,
+    remove: Path | None = None,
 ) -> Iterator[None]:
     """Surrounds the run with a Ray connection; a local Ray ends with it, a joined cluster goes on.
 
@@ -53,12 +54,48 @@ def connected(
         stop: is told when Ray is lost (:class:`relax_cli.cluster.ray_watch.RayLost`).
         tell: says to the user that Ray is lost, from a thread; by default ``note`` does.
         logs: folder that the logs of a local Ray are moved to after a failure; None leaves them where Ray has them.
+        remove: file that is removed when this process is killed while a local Ray runs, beside what is Ray's.
 
     Raises:
         RayStartError: Ray did not start on this machine.
         ValueError: no cluster answers at ``address``.
         SystemExit: SIGINT or SIGTERM came while it connected; the code is its number.
     """
+    _set_environment(address)
+    stop = stop or StopFlag()
+    with contextlib.nullcontext() if address is not None else KillCleanUp(logs, remove) as clean_up:
+        before = psutil.Process().children()
+        with _ending_at_once():
+            import ray
+
+            there_before = _session_folder(ray)
+            try:
+                _connect(ray, address, min_cpus, note, clean_up)
+            except BaseException:
+                ray.shutdown()
+                raise
+        session = _session_folder(ray) if address is None else None
+        if session == there_before:  # whoever started that Ray ends it
+            session = None
+        failed = True
+        try:
+            with _watched(session, before, address, stop, tell or (lambda lost: note(str(lost)))):
+                yield
+            failed = False
+        except StopRequested:
+            failed = False
+            raise
+        finally:
+            _disconnect(ray, stop, before, local=session is not None, failed=failed)
+            # Of a run that failed Ray's own logs stay: they may be what explains it.
+            if session is not None and failed and logs is not None:
+                move_logs(session / "logs", logs)
+            if session is not None and (not failed or logs is not None):
+                remove_session(session)
+
+
+def _set_environment(address: str | None) -> None:
+    """Sets what Ray reads from the environment, of this process and of those that it starts."""
     # Ray's uv hook would ship the project to the workers and start each of them through `uv run` again.
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     # Where images switch byte code off, each of the processes of a run would compile torch's 900 modules for itself.
@@ -80,34 +117,6 @@ def connected(
     os.environ.setdefault("RAY_raylet_start_wait_time_s", f"{START_DEADLINE_S:.0f}")
     # A local Ray authenticates with a token of its own accord; it need not say so at every start.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    before, stop = psutil.Process().children(), stop or StopFlag()
-    with _ending_at_once():
-        import ray
-
-        there_before = _session_folder(ray)
-        try:
-            _connect(ray, address, min_cpus, note)
-        except BaseException:
-            ray.shutdown()
-            raise
-    session = _session_folder(ray) if address is None else None
-    if session == there_before:  # whoever started that Ray ends it
-        session = None
-    failed = True
-    try:
-        with _watched(session, before, address, stop, tell or (lambda lost: note(str(lost)))):
-            yield
-        failed = False
-    except StopRequested:
-        failed = False
-        raise
-    finally:
-        _disconnect(ray, stop, before, local=session is not None, failed=failed)
-        # Of a run that failed Ray's own logs stay: they may be what explains it.
-        if session is not None and failed and logs is not None:
-            _move_logs(session / "logs", logs)
-        if session is not None and (not failed or logs is not None):
-            _remove_session(session)
 
 
 def _watched(
@@ -154,34 +163,10 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _move_logs(source: Path, target: Path) -> None:
-    """Copies what a Ray that has ended wrote into logs; an earlier launch's are replaced.
-
-    Ray's folders are open to everybody (mode 0777). Here all gets the modes of the umask, as the rest of the run has.
-    """
-    shutil.rmtree(target, ignore_errors=True)
-    for folder, _, names in os.walk(source):
-        place = target / os.path.relpath(folder, source)
-        with contextlib.suppress(OSError):
-            place.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            with contextlib.suppress(OSError):  # a link to nothing, a socket, a full disk
-                shutil.copyfile(os.path.join(folder, name), place / name)
-
-
 def _session_folder(ray: Any) -> Path | None:
     """Folder of the logs and sockets of a local Ray."""
     node = ray._private.worker._global_node
     return None if node is None else Path(node.get_session_dir_path())
-
-
-def _remove_session(folder: Path) -> None:
-    """Removes the folder of a Ray that has ended, and the link that calls it the latest."""
-    latest = folder.with_name("session_latest")
-    with contextlib.suppress(OSError):
-        if latest.is_symlink() and latest.readlink().name == folder.name:
-            latest.unlink()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -208,12 +193,15 @@ def _ending_at_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _connect(ray: Any, address: str | None, min_cpus: int, note: Callable[[str], None]) -> None:
+def _connect(
+    ray: Any, address: str | None, min_cpus: int, note: Callable[[str], None], clean_up: KillCleanUp | None
+) -> None:
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if address is None:
         start_local(
             ray,
             note,
+            clean_up,
             include_dashboard=False,
             num_cpus=max(min_cpus, os.cpu_count() or 1),
             object_store_memory=_object_store_bytes(),

@@ -80,11 +80,11 @@ def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag, outcome: 
     def tell(lost: RayLost) -> None:
         _explain(lost, config, outcome, progress)
 
-    ray_logs = config.run_dir / "logs" / "ray"
+    ray_logs, key = config.run_dir / "logs" / "ray", config.run_dir / run_folder.ENGINE_KEY
     # Each slot of the run is one of Ray's CPUs; a few more let Ray's own tasks run beside them.
     slots = 0 if config.placement is None else slots_needed(config.placement) + 2
     address, cpus = config.cluster.ray_address, max(8, slots + plane_cpus(config.cluster, config.data))
-    with connected(address, min_cpus=cpus, note=progress.note, stop=stop, tell=tell, logs=ray_logs):
+    with connected(address, min_cpus=cpus, note=progress.note, stop=stop, tell=tell, logs=ray_logs, remove=key):
         config = fit(config, cluster_gpus())
         shape = config.placement
         assert shape is not None, "fit() knows the cluster"
@@ -234,7 +234,8 @@ def _finish(config: RunConfig, outcome: Outcome, started: float, seconds: float,
         rows.append((key.removesuffix("/reward"), f"{values[0]:.3f} -> {values[-1]:.3f}"))
     if steps:
         total = sum(m["time/step"] for m in steps)
-        spent = {p: sum(m.get(f"time/{p}") or 0.0 for m in steps) / total for p in shown_phases(steps[-1])}
+        phases = dict.fromkeys(phase for m in steps for phase in shown_phases(m))
+        spent = {p: sum(m.get(f"time/{p}") or 0.0 for m in steps) / total for p in phases}
         spent["other"] = max(0.0, 1.0 - sum(spent.values()))  # sleep and wake, saving, ...
         shares = [f"{phase} {share:.0%}" for phase, share in spent.items()]
         rows.append(("time of the steps", ", ".join(shares)))

@@ -122,6 +122,9 @@ def test_the_summary_counts_the_steps_of_this_launch(
     below(one_step)
     assert controller.run(config) == 0
     assert "1 (rollouts 1 to 1)" in capsys.readouterr().out
+    log = (config.run_dir / "logs" / "driver.log").read_text()
+    assert f"run directory {config.run_dir}" in log, "what the user was told is in the log of a good run, too"
+    assert "steps: 1 (rollouts 1 to 1)" in log
 
 
 def test_a_run_directory_that_cannot_be_written_is_said(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,16 @@ def test_the_step_line_is_plain_text_with_everything_the_user_watches() -> None:
         assert part in line
 
 
+def test_the_step_line_shows_nothing_that_did_not_take_place() -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=40, highlight=False, soft_wrap=True))
+    progress.step(3, None, {"time/generate": 0.004, "time/train": 1.5, "time/step": 1.504, "train/grad_norm": 0.0})
+    progress.step(4, None, {"rollout/reward": 0.0, "perf/tokens_per_s_step": 0.26, "time/wait_for_rollout": 0.0})
+    first, second = (line.partition("] ")[2] for line in out.getvalue().splitlines())
+    assert first == "step 3  grad norm 0.000  generate 0.00s train 1.50s"
+    assert second == "step 4  reward 0.000  0.3 tok/s  wait_for_rollout 0.00s"
+
+
 def test_metrics_survive_a_cut_last_line_and_a_value_that_is_not_finite(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tracker = JsonLinesTracker(path)

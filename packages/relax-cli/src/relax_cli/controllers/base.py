@@ -265,10 +265,11 @@ class Controller(abc.ABC):
         seconds["other"] = max(0.0, total - sum(seconds.values()))
         scalars |= {f"time/{k}": v for k, v in seconds.items()}
         scalars["time/step"] = total
-        tokens = scalars.get("rollout/tokens", 0.0)
-        if seconds.get("generate"):
-            scalars["perf/tokens_per_s"] = tokens / seconds["generate"]
-        scalars["perf/tokens_per_s_step"] = tokens / total
+        tokens = scalars.get("rollout/tokens")
+        if tokens is not None:  # else nothing was generated
+            if seconds.get("generate"):
+                scalars["perf/tokens_per_s"] = tokens / seconds["generate"]
+            scalars["perf/tokens_per_s_step"] = tokens / total
         self.trackers.log(scalars, rollout_id, histograms)
         if scalars.get("prompts/bad_rows") and not self._told_bad_rows:
             self._told_bad_rows = True

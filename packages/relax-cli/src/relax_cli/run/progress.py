@@ -1,5 +1,6 @@
 """The output of a run for its user: one line a step, a table at the end, a plot of the reward."""
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,15 +11,18 @@ from rich.table import Table
 
 from relax_cli.run.tracking import one_a_step
 
+log = logging.getLogger(__name__)
+
 PHASES = ("generate", "log_probs", "train", "weight_update")
 """The phases of a step that the progress line shows, in the order in which they run."""
 ASYNC_PHASES = ("wait_for_rollout", "log_probs", "train", "wait_for_eval", "pause", "weight_update")
 """Those of a trainer that works beside the engines: where it waits for them, and where they wait for it."""
 
 
-def shown_phases(scalars: Mapping[str, Any]) -> tuple[str, ...]:
-    """The phases of this step's mode."""
-    return ASYNC_PHASES if "time/wait_for_rollout" in scalars else PHASES
+def shown_phases(scalars: Mapping[str, Any]) -> list[str]:
+    """The phases of this step's mode that took place in it."""
+    phases = ASYNC_PHASES if "time/wait_for_rollout" in scalars else PHASES
+    return [phase for phase in phases if f"time/{phase}" in scalars]
 
 
 def who_waits(scalars: Mapping[str, Any]) -> str:
@@ -34,7 +38,7 @@ def who_waits(scalars: Mapping[str, Any]) -> str:
 
 
 class Progress:
-    """Prints to the terminal; on anything else the same text without colours."""
+    """Prints to the terminal; on anything else the same text without colours. The log of the driver has it too."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
@@ -43,23 +47,23 @@ class Progress:
     def note(self, message: str, style: str | None = None) -> None:
         """One line with the seconds since the start."""
         self.console.print(f"[{time.monotonic() - self._start:6.1f} s] {message}", style=style, markup=False)
+        log.info("%s", message)
 
     def step(self, rollout_id: int, last: int | None, scalars: dict[str, float]) -> None:
         """The line of one training step."""
         of = f"/{last}" if last is not None else ""
-        get = scalars.get
-        parts = [
-            f"step {rollout_id}{of}",
-            f"reward {get('rollout/reward', float('nan')):.3f}",
-            f"{get('perf/tokens_per_s', get('perf/tokens_per_s_step', 0.0)):.0f} tok/s",
-            f"staleness {get('staleness/max', 0.0):.0f}",
-            " ".join(f"{phase} {get(f'time/{phase}', 0.0):.2f}s" for phase in shown_phases(scalars)),
-        ]
-        if waits := who_waits(scalars):
-            parts.append(waits)
+        parts = [f"step {rollout_id}{of}"]
+        if "rollout/reward" in scalars:
+            parts.append(f"reward {scalars['rollout/reward']:.3f}")
         if "train/grad_norm" in scalars:  # the loss itself is near 0 by construction: advantages sum to 0 in a group
-            parts.insert(2, f"grad norm {scalars['train/grad_norm']:.3f}")
-        self.note("  ".join(parts))
+            parts.append(f"grad norm {scalars['train/grad_norm']:.3f}")
+        if speed := scalars.get("perf/tokens_per_s", scalars.get("perf/tokens_per_s_step")):
+            parts.append(f"{speed:.0f} tok/s" if speed >= 10 else f"{speed:.1f} tok/s")
+        if "staleness/max" in scalars:
+            parts.append(f"staleness {scalars['staleness/max']:.0f}")
+        parts.append(" ".join(f"{phase} {scalars[f'time/{phase}']:.2f}s" for phase in shown_phases(scalars)))
+        parts.append(who_waits(scalars))
+        self.note("  ".join(filter(None, parts)))
 
     def evaluation(self, rollout_id: int, scalars: dict[str, float]) -> None:
         """The line of one evaluation, of the weights that rollout ``rollout_id`` is, or would be, generated with."""
@@ -75,6 +79,7 @@ class Progress:
         table.add_column("value", overflow="fold")
         for name, value in rows:
             table.add_row(name, value)
+            log.info("%s: %s", name, value)
         self.console.print(table)
 
 

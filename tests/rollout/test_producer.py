@@ -126,6 +126,31 @@ def test_generation_and_training_overlap(make_source: Make, tokenizer: Any, stal
         assert sum(shares.values()) == pytest.approx(1.0)
         assert shares["paused"] == pytest.approx(0.05 / mean, abs=0.02)
         assert shares["busy"] == pytest.approx(1.0 / mean, abs=0.05)
+        closed = result.metrics["async/admission_closed_share"]
+        assert closed == pytest.approx(1 - shares["paused"], abs=0.02), "the engine would take far more requests"
+        await run.producer.stop()
+
+    run_virtual(run())
+
+
+def test_the_gate_is_not_what_holds_up_engines_that_are_full(make_source: Make, tokenizer: Any) -> None:
+    async def run() -> None:
+        run = pipeline(
+            make_source(),
+            tokenizer,
+            lambda request: 100,
+            rate=400.0,
+            staleness=2,
+            rollout_batch_size=4,
+            over_sampling_batch_size=12,
+            rollout_max_response_len=100,
+        )
+        run.producer = Producer(run.loop, run.pool, concurrency=1)
+        await run.push(0, 0.05)
+        for step in range(4):
+            await run.step(step, 0.1, 0.05)
+        result = await run.producer.next_step(4)
+        assert result.metrics["async/admission_closed_share"] == pytest.approx(0.0, abs=0.02)
         await run.producer.stop()
 
     run_virtual(run())

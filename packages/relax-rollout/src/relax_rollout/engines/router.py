@@ -5,7 +5,7 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from relax_rollout.engines.base import Engine, EngineDied, GenerateRequest, GenerateResult
 from relax_rollout.engines.pool import EnginePool, as_pool
@@ -65,6 +65,8 @@ class EngineRouter:
         """Tokens that the engines returned so far, of aborted requests too."""
         self.resent = 0
         """Requests that were sent again because their engine was lost."""
+        self.on_load: Callable[[], None] = lambda: None
+        """Called when requests were admitted or have left: :attr:`has_room` may have changed."""
 
     @property
     def closed(self) -> bool:
@@ -75,6 +77,11 @@ class EngineRouter:
     def running(self) -> dict[str, int]:
         """Number of requests at each engine by its name."""
         return {e.name: self._load.get(e, 0) for e in self._pool.serving}
+
+    @property
+    def has_room(self) -> bool:
+        """Whether an engine would take another request at once: none waits here, and one has room for it."""
+        return not self._queue and any(self._load.get(e, 0) < self._concurrency for e in self._pool.serving)
 
     @property
     def waiting_for(self) -> str:
@@ -143,6 +150,10 @@ class EngineRouter:
 
     def _admit(self) -> None:
         """Gives the requests that wait the room that there is, in order."""
+        self._give_room()
+        self.on_load()
+
+    def _give_room(self) -> None:
         serving = self._pool.serving
         while self._queue:
             engine = None

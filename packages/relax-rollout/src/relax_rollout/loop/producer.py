@@ -32,6 +32,31 @@ PROTECTED_POLL_S = 0.05
 """How often a push looks whether the samples that it must not interrupt have finished."""
 
 
+class _ClosedGate:
+    """The time in which only the gate kept the engines from more work, as a share of all time."""
+
+    def __init__(self) -> None:
+        self._begin = self._since = self._now()
+        self._closed, self._closed_s = False, 0.0
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    def note(self, closed: bool) -> None:
+        """Tells how it is from now on."""
+        now = self._now()
+        self._closed_s += (now - self._since) * self._closed
+        self._since, self._closed = now, closed
+
+    def take(self) -> float:
+        """The share since the last call."""
+        self.note(self._closed)
+        passed, closed = self._since - self._begin, self._closed_s
+        self._begin, self._closed_s = self._since, 0.0
+        return closed / passed if passed > 0 else 0.0
+
+
 class Producer:
     """The groups of a run in the fully-async mode. One object for one event loop; one caller at a time."""
 
@@ -58,6 +83,7 @@ class Producer:
         self._timer = PhaseTimer()
         self._router = EngineRouter(pool, concurrency, self._timer)
         self._rollout: RolloutContext | None = None
+        self._gate: _ClosedGate | None = None
         self._running: InflightGroups | None = None
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()  # for the producer: the gate may have opened
@@ -83,6 +109,8 @@ class Producer:
         self._running = self._rollout.running()
         self._timer.lap()
         self._pool.usage.take()
+        self._gate = _ClosedGate()
+        self._router.on_load = self._note_gate
         self._task = asyncio.ensure_future(self._produce(self._rollout, self._running))
 
     async def _produce(self, rollout: RolloutContext, running: InflightGroups) -> None:
@@ -91,6 +119,7 @@ class Producer:
                 if not self._pool.held:
                     for group in rollout.take(rollout.startable(full=False)):
                         running.submit(group)
+                self._note_gate()
                 self._moved.set()
                 for group, whole in await running.next_change(self._wake):
                     if whole and rollout.keep(group) and self._publisher is not None:
@@ -101,6 +130,12 @@ class Producer:
             raise
         finally:
             self._moved.set()
+
+    def _note_gate(self) -> None:
+        """The producer starts whatever the gate allows: with prompts left and room at an engine, it allows no more."""
+        assert self._gate is not None, "the first push begins it"
+        assert self._rollout is not None
+        self._gate.note(self._router.has_room and not self._pool.held and not self._rollout.source_exhausted)
 
     def _parts(self) -> tuple[RolloutContext, InflightGroups]:
         """What a run works with that has begun; raises what ended the producer, if something has."""
@@ -178,6 +213,7 @@ class Producer:
             "async/ready_groups": float(len(ledger.ready)),
             "async/running_groups": float(len(running)),
             "async/interrupted_groups": float(resumed),
+            "async/admission_closed_share": 0.0 if self._gate is None else self._gate.take(),
         }
         shares: dict[str, dict[str, float]] = {
             "engine_busy_share": {engine: spent.share("busy") for engine, spent in usage.items()},
@@ -225,6 +261,7 @@ class Producer:
             await asyncio.sleep(PROTECTED_POLL_S)
             self._parts()
         self._pool.hold()
+        self._note_gate()
         held = time.monotonic()
         await self._router.land(abort=rollout.settings.partial_rollout)
         return {"pause": held - begin, "land": time.monotonic() - held}
@@ -238,6 +275,7 @@ class Producer:
             self._parts()
             self._rollout.version = self._rollout.runner.context.version = version
         self._pool.open()
+        self._note_gate()
         self._wake.set()
 
     async def stop(self) -> None:

@@ -525,6 +525,35 @@ def test_an_async_run_does_not_show_what_switching_takes(tmp_path: Path, capsys:
     assert "give --switch-seconds" in told
 
 
+def test_the_rate_of_engines_that_generate_all_the_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their time with requests, and how many they had, tell both constants when the number varies, else one of two."""
+
+    def steps(vary: bool) -> Path:
+        def written(_: int, row: dict[str, Any]) -> str:
+            if "time/step" not in row:
+                return json.dumps(row)
+            running = 10 + 10 * (row["step"] % 3) * vary
+            busy_s = row["rollout/tokens"] / 2 * (running + 40) / (8_000 * running)
+            shares = {"async/engine_busy_share": busy_s / 10, "async/running_requests_mean": running * busy_s / 10}
+            seconds = {"time/pause": 0.5, "time/resume": 0.25}
+            return json.dumps(as_async(row) | {"engines/serving": 2} | shares | seconds)
+
+        folder = rewrite(write_run(tmp_path), written)
+        (folder / "config.toml").write_text(ASYNC + "actor_num_gpus_per_node = 0\n")
+        return folder
+
+    figures = found(["--from", str(steps(vary=True)), *QUICK], capsys)["figures"]
+    assert figures["engine_rate"]["value"] == pytest.approx(8_000, rel=1e-6)
+    assert figures["engine_half"]["value"] == pytest.approx(40, rel=1e-6)
+    source = "the run: the time with requests of 7 rollouts, of which it is off by 0%"
+    assert figures["engine_rate"]["source"] == source
+    assert figures["push_seconds"]["value"] == pytest.approx(7.75), "the engines stand still all that time"
+    folder = steps(vary=False)
+    assert any("too much alike" in line for line in refusal(["--from", str(folder)], capsys))
+    figures = found(["--from", str(folder), "--engine-half", "40", *QUICK], capsys)["figures"]
+    assert figures["engine_rate"]["value"] == pytest.approx(8_000, rel=1e-6)
+
+
 def test_of_a_run_of_both_modes_the_last_one_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def mixed(_: int, row: dict[str, Any]) -> str:
         return json.dumps(as_async(row) if "time/step" in row and row["step"] < 3 else row)

@@ -68,7 +68,7 @@ class MeasuredRun:
         readers: dict[str, Callable[[], tuple[float, str] | None]] = {
             "num_gpus": self._num_gpus,
             "train_rate": self._train_rate,
-            "push_seconds": lambda: (self._mean("time/weight_update", "--push-seconds"), "mean of time/weight_update"),
+            "push_seconds": self._push_seconds,
             "switch_seconds": self._switch_seconds,
             "prompt_length": self._prompt_length,
         }
@@ -102,8 +102,21 @@ class MeasuredRun:
         Raises:
             ValueError: the run does not tell it.
         """
+        points = self._busy_points() if self._is_async else self._rollout_points()
+        try:
+            rate, half = fit_engine(points, rate=rate, half=half)
+        except ValueError as error:
+            raise ValueError(f"--from {self.folder}: {error}") from None
+        off = sum(abs(s - (tokens + half * longest) / rate) for tokens, longest, s in points) / sum(
+            p[2] for p in points
+        )
+        what = "the time with requests of" if self._is_async else "time/generate of"
+        return rate, half, f"{what} {len(points)} rollouts, of which it is off by {off:.0%}"
+
+    def _rollout_points(self) -> list[tuple[float, float, float]]:
+        """Of each rollout of colocate, whose requests start together: see :func:`fit_engine`."""
         points = []
-        for step in () if self._is_async else self.steps:
+        for step in self.steps:
             lengths = step.lengths()
             tokens = sum(length * n for length, n in lengths.items())
             generated, seconds = step.number("rollout/tokens") or 0.0, step.number("time/generate")
@@ -112,19 +125,29 @@ class MeasuredRun:
             if tokens and same and seconds:
                 points.append((tokens / self._parts()[1], max(lengths), seconds))
         if not points:
-            what = f"step that generated just what it trained (colocate, no over-sampling, no filter) with {LENGTHS}"
+            what = f"step that generated just what it trained (no over-sampling, no filter) with {LENGTHS}"
             raise self._lacks(what, "--engine-rate and --engine-half")
-        try:
-            rate, half = fit_engine(points, rate=rate, half=half)
-        except ValueError as error:
-            raise ValueError(f"--from {self.folder}: {error}") from None
-        off = sum(abs(s - (tokens + half * longest) / rate) for tokens, longest, s in points) / sum(
-            p[2] for p in points
-        )
-        return rate, half, f"time/generate of {len(points)} rollouts, of which it is off by {off:.0%}"
+        return points
+
+    def _busy_points(self) -> list[tuple[float, float, float]]:
+        """Of each step of a run whose engines generate all the time, while they had requests.
+
+        With ``k`` requests the tokens take ``(tokens + half * tokens / k) / rate`` seconds: as
+        :func:`fit_engine` has it, where the longest response has ``tokens / k`` tokens.
+        """
+        points, engines = [], self._parts()[1]
+        for step in self.steps:
+            tokens, seconds = step.number("rollout/tokens"), step.number("time/step")
+            busy, running = step.number("async/engine_busy_share"), step.number("async/running_requests_mean")
+            if tokens and seconds and busy and running:
+                points.append((tokens / engines, tokens / engines / (running / busy), busy * seconds))
+        if not points:
+            what = "step with rollout/tokens, async/engine_busy_share and async/running_requests_mean above 0"
+            raise self._lacks(what, "--engine-rate and --engine-half")
+        return points
 
     def _parts(self) -> tuple[int, int]:
-        """(GPUs that train, engines). What runs on CPU counts as one GPU."""
+        """(GPUs that train, engines). What runs on CPU counts as one GPU a node."""
         nodes, each = self._options["actor_num_nodes"], self._options["actor_num_gpus_per_node"]
         per_engine = self._options["rollout_num_gpus_per_engine"]
         serving = [found for step in self.steps if (found := step.number("engines/serving")) is not None]
@@ -136,7 +159,8 @@ class MeasuredRun:
         # One step may have been logged while all engines restarted; not every one.
         if not engines and (serving or each is None or self._is_async):
             raise self._lacks("engines/serving" + " above 0" * bool(serving), flags)
-        return max(1, nodes * each), engines or max(1, nodes * each // per_engine)
+        train = nodes * max(1, each)
+        return train, engines or max(1, train // per_engine)
 
     def _num_gpus(self) -> tuple[float, str]:
         train, engines = self._parts()
@@ -148,6 +172,13 @@ class MeasuredRun:
         seconds = sum(map(self._sum, _TRAINER))
         gpus, _ = self._parts()
         return self._sum("train/total_tokens") / seconds / gpus, f"train/total_tokens / seconds of training / {gpus}"
+
+    def _push_seconds(self) -> tuple[float, str]:
+        mean = self._mean("time/weight_update", "--push-seconds")
+        if not self._is_async:
+            return mean, "mean of time/weight_update"
+        rest = (self._sum("time/pause") + self._sum("time/resume")) / len(self.steps)
+        return mean + rest, "mean of time/pause + weight_update + resume"
 
     def _switch_seconds(self) -> tuple[float, str]:
         if self._is_async:

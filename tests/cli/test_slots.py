@@ -35,3 +35,16 @@ def test_each_side_has_its_own_where_slots_are_separate() -> None:
 def test_an_engine_fits_into_one_node() -> None:
     with pytest.raises(ValueError, match=r"--rollout-num-gpus-per-engine 2: engine 1 would span .*10\.0\.0\.0"):
         engine_slots(SHARED, slots(4, per_node=3))
+
+
+def test_without_gpus_each_node_has_its_ranks_and_an_engine() -> None:
+    """Four ranks and two engines on two nodes, whose places follow each other."""
+    separate = dataclasses.replace(SEPARATE, device="cpu", gpus_per_engine=1, nodes=2)
+    assert slots_needed(separate) == 6
+    places = slots(6, per_node=3)
+    assert [s.bundle for s in trainer_slots(separate, places)] == [0, 1, 3, 4]
+    assert bundles(engine_slots(separate, places)) == [[2], [5]]
+    shared = dataclasses.replace(separate, shared=True)
+    places = slots(4, per_node=2)
+    assert [s.bundle for s in trainer_slots(shared, places)] == [0, 1, 2, 3]
+    assert bundles(engine_slots(shared, places)) == [[0], [2]]

@@ -211,6 +211,11 @@ def test_a_cluster_to_join_is_planned_with_the_gpus_of_its_nodes(workspace: Path
     text = plan_text(resolve([*start, "--dry-run", "--ray-address", "auto", "--actor-num-nodes", "2"], {}))
     assert row(text, "Ray") == "joins auto"
     assert row(text, "trainer") == "16 ranks, one a GPU: 2 nodes x 8 GPUs"
+    cpu = ["--ray-address", "auto", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "0"]
+    text = plan_text(resolve([*start, "--dry-run", *cpu, "--tensor-model-parallel-size", "2"], {}))
+    assert row(text, "trainer") == "4 ranks, 2 on each of 2 nodes"
+    assert row(text, "engines") == "2 SGLang servers, one a node"
+    assert row(text, "TP x PP x CP x DP") == "2 x 1 x 1 x 2 = 4 ranks"
 
 
 def after(text: str, title: str) -> list[str]:

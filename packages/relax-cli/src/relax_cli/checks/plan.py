@@ -104,6 +104,9 @@ def _processes(config: RunConfig) -> Rows:
     trainer = f"{placement.train_ranks} ranks" if placement.train_ranks > 1 else "1 rank"
     engines = f"{placement.engines} SGLang servers" if placement.engines > 1 else "1 SGLang server"
     if placement.device == "cpu":
+        if placement.nodes > 1:
+            trainer += f", {placement.train_ranks // placement.nodes} on each of {placement.nodes} nodes"
+            engines += ", one a node"
         rows = [("GPUs", "none: everything runs on CPU"), ("trainer", trainer), ("engines", engines)]
     else:
         nodes = cluster.actor_num_nodes

@@ -34,6 +34,8 @@ class Placement:
         engines: SGLang servers.
         gpus_per_engine: GPUs of each; 1 on CPU too, where it is one process.
         shared: engines and trainer use the same GPUs in turn; on CPU, the same cores.
+        nodes: without GPUs, machines that each have their share of the ranks and of the engines. With GPUs the
+            cluster decides what lies where, and this is 1.
     """
 
     device: Literal["cuda", "cpu"]
@@ -46,6 +48,7 @@ class Placement:
     cp: int
     ep: int
     etp: int
+    nodes: int = 1
 
     @property
     def dp(self) -> int:
@@ -80,7 +83,7 @@ def make_placement(
 ) -> Placement | None:
     """The placement that the settings ask for; sizes that do not divide are rounded down, the validation names them.
 
-    Without GPUs the trainer has as many ranks as its parallel sizes need, and there is one engine.
+    Without GPUs each node has as many ranks of the trainer as its parallel sizes need, and one engine.
 
     Args:
         available_gpus: GPUs of the cluster, for the settings that say "all there are"; None when nobody knows yet.
@@ -107,7 +110,7 @@ def make_placement(
         return None
     if per_node == 0:
         ranks = math.lcm(tp * pp * cp, ep * etp * pp) if ep > 1 else tp * pp * cp
-        own = {"train_ranks": ranks, "engines": 1, "gpus_per_engine": 1}
+        own = {"train_ranks": ranks * nodes, "engines": nodes, "gpus_per_engine": 1, "nodes": nodes}
         return Placement(device="cpu", shared=cluster.colocate, **own, **sizes)
     world = per_node * nodes
     per_engine = max(1, sglang.rollout_num_gpus_per_engine)

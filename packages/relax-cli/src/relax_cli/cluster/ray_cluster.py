@@ -19,6 +19,7 @@ import psutil
 
 from relax_cli.cluster.kill_cleanup import KillCleanUp, move_logs, remove_session
 from relax_cli.cluster.local_ray import START_DEADLINE_S, VITAL, start_local
+from relax_cli.cluster.nodes import NodeLost, RunNodes
 from relax_cli.cluster.ray_watch import (
     ASK_EVERY_S,
     JoinedCluster,
@@ -43,8 +44,10 @@ def connected(
     tell: Callable[[RayLost], None] | None = None,
     logs: Path | None = None,
     remove: Path | None = None,
-) -> Iterator[None]:
+) -> Iterator[RunNodes]:
     """Surrounds the run with a Ray connection; a local Ray ends with it, a joined cluster goes on.
+
+    Gives the nodes of the run, which are looked after once they are known there.
 
     Args:
         address: ``--ray-address``; None starts Ray here.
@@ -77,10 +80,11 @@ def connected(
         session = _session_folder(ray) if address is None else None
         if session == there_before:  # whoever started that Ray ends it
             session = None
-        failed = True
+        failed, nodes = True, RunNodes()
         try:
-            with _watched(session, before, address, stop, tell or (lambda lost: note(str(lost)))):
-                yield
+            watch = _watched(session, before, address, stop, tell or (lambda lost: note(str(lost))), nodes)
+            with watch, _messages_of_ray_in_log():
+                yield nodes
             failed = False
         except StopRequested:
             failed = False
@@ -125,8 +129,12 @@ def _watched(
     address: str | None,
     stop: StopFlag,
     tell: Callable[[RayLost], None],
+    nodes: RunNodes,
 ) -> contextlib.AbstractContextManager[None]:
-    """Looks after Ray's own processes; nobody does for a local Ray that somebody else has started in this process."""
+    """Looks after Ray's own processes and, in a cluster, the nodes of the run.
+
+    Nobody does for a local Ray that somebody else has started in this process.
+    """
 
     def end(lost: RayLost) -> None:
         if session is not None:
@@ -139,12 +147,13 @@ def _watched(
         return watched(LocalProcesses(vital, session / "logs").look, stop, tell, end)
     if address is None:
         return contextlib.nullcontext()
-    return watched(JoinedCluster().look, stop, tell, end, ASK_EVERY_S)
+    cluster = JoinedCluster()
+    return watched(lambda: cluster.look() or nodes.look(), stop, tell, end, ASK_EVERY_S, lambda: nodes.doubtful)
 
 
 def _disconnect(ray: Any, stop: StopFlag, before: Collection[psutil.Process], *, local: bool, failed: bool) -> None:
     """Leaves Ray, and ends it where it is ours."""
-    if stop.broken is None:
+    if stop.broken is None or isinstance(stop.broken, NodeLost):
         ray.shutdown()
     else:
         # It would wait for whoever is gone, or crash: now, and when Python ends.
@@ -161,6 +170,26 @@ def _leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+@contextlib.contextmanager
+def _messages_of_ray_in_log() -> Iterator[None]:
+    """Inside, what Ray would print on the terminal of errors of its own goes to the log of the driver.
+
+    A raylet that dies prints fifty lines of counters, once for every worker that noticed.
+    """
+    from ray._private import worker
+
+    before = worker.print_to_stdstream
+
+    def to_log(data: dict[str, Any], ignore_prefix: bool) -> None:
+        log.info("Ray (%s): %s", data.get("pid"), "\n".join(data.get("lines", [])))
+
+    worker.print_to_stdstream = to_log
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = before
 
 
 def _session_folder(ray: Any) -> Path | None:

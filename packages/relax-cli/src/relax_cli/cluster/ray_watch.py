@@ -32,6 +32,8 @@ UNWIND_S = 25.0
 """How long the run may take to end by itself once Ray is lost; a call of Ray's may be stuck. Ray ends it after 60 s."""
 GCS_SILENCE_S = 40.0
 REFUSALS = 3
+DOUBT_S = 40.0
+"""Ray needs some 30 s to give up a node that does not answer."""
 JOIN_S = 10.0
 END_S = 20.0
 GRACE_S = 10.0
@@ -148,6 +150,7 @@ def watched(
     tell: Callable[[RayLost], None],
     on_stuck: Callable[[RayLost], None],
     every_s: float = LOOK_EVERY_S,
+    doubtful: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """Inside, a thread looks; what it finds is put into ``stop``, where every wait of the driver notices it.
 
@@ -156,6 +159,7 @@ def watched(
         stop: takes the error.
         tell: says so to the user, at once: any call of Ray may end the process now.
         every_s: seconds between two looks.
+        doubtful: whether the last look could not tell; one that follows an error is repeated then.
         on_stuck: called in the thread when the body is still there :data:`UNWIND_S` after that.
     """
     done = threading.Event()
@@ -178,9 +182,16 @@ def watched(
         # Actors die with Ray, and whoever waits for one may hear of that first.
         done.set()
         thread.join(JOIN_S)
-        if stop.broken is None and (lost := look()) is not None:
-            tell(lost)
-            stop.broken = lost
+        give_up = time.monotonic() + DOUBT_S
+        while stop.broken is None:
+            lost = look()
+            if lost is not None:
+                tell(lost)
+                stop.broken = lost
+            elif not doubtful() or time.monotonic() > give_up:
+                break
+            else:
+                time.sleep(min(every_s, 1.0))
         raise
     finally:
         done.set()

@@ -10,6 +10,7 @@ from typing import Any
 
 from relax_data.settings import DataSettings
 
+from relax_cli.cluster.nodes import nodes_with, own_node
 from relax_cli.cluster.placement import Placement
 from relax_cli.cluster.ray_cluster import cluster_gpus
 from relax_cli.cluster.waits import Heartbeat, StopFlag, StopRequested, wait_for
@@ -24,7 +25,7 @@ class Slot:
     """One reserved place: a GPU (or, on a CPU machine, a core) on some node of the cluster."""
 
     bundle: int
-    """Index of the bundle in the placement group."""
+    """Index of the bundle in the placement group; without GPUs those of one of several nodes have one in common."""
     node_id: str
     node_ip: str
     gpu_id: str | None
@@ -69,19 +70,30 @@ def check_cpus(slots: int, units: int) -> None:
 
 
 def trainer_slots(placement: Placement, slots: Sequence[Slot]) -> list[Slot]:
-    """The slots of the trainer's ranks, in rank order: the first ones."""
-    return list(slots[: placement.train_ranks])
+    """The slots of the trainer's ranks, in rank order: the first ones, of each node where all have some."""
+    ranks = placement.train_ranks // placement.nodes
+    return [slot for part in _of_nodes(placement, slots) for slot in part[:ranks]]
+
+
+def _of_nodes(placement: Placement, slots: Sequence[Slot]) -> list[Sequence[Slot]]:
+    """The slots of each node that has its share of the run; all of them where GPUs decide."""
+    each = len(slots) // placement.nodes
+    return [slots[k * each : (k + 1) * each] for k in range(placement.nodes)]
 
 
 def engine_slots(placement: Placement, slots: Sequence[Slot]) -> list[list[Slot]]:
-    """The slots of each engine, all on one node: from slot 0 on where slots are shared, else behind the trainer's.
+    """The slots of each engine, all on one node: those of ranks where slots are shared, else behind the trainer's.
 
     Raises:
         ValueError: an engine would span nodes; the message names the flag.
     """
     per = placement.gpus_per_engine
-    first = 0 if placement.shared else placement.train_ranks
-    engines = [list(slots[first + i * per : first + (i + 1) * per]) for i in range(placement.engines)]
+    first = 0 if placement.shared else placement.train_ranks // placement.nodes
+    engines = [
+        list(part[first + i * per : first + (i + 1) * per])
+        for part in _of_nodes(placement, slots)
+        for i in range(placement.engines // placement.nodes)
+    ]
     for i, own in enumerate(engines):
         if len({s.node_id for s in own}) != 1:
             raise ValueError(
@@ -93,19 +105,22 @@ def engine_slots(placement: Placement, slots: Sequence[Slot]) -> list[list[Slot]
 
 
 def reserve(
-    n_slots: int, *, gpus: bool, stop: StopFlag | None = None, heartbeat: Heartbeat | None = None
+    n_slots: int, *, gpus: bool, nodes: int = 1, stop: StopFlag | None = None, heartbeat: Heartbeat | None = None
 ) -> tuple[Any, list[Slot]]:
     """Reserves ``n_slots`` places and sorts them by node, then GPU, so that neighbours in the list share a node.
 
+    The node of the driver comes first if it has some: whoever needs the driver's files is in the first place.
+
     Args:
         gpus: each place has a GPU.
+        nodes: more than 1: so many nodes get as many places each.
         heartbeat: tells the user what is waited for.
 
     Returns:
         Ray's placement group, and its slots in rank order.
 
     Raises:
-        ValueError: the cluster has too few GPUs, or no room within :data:`PLACEMENT_DEADLINE_S`.
+        ValueError: the cluster has too few GPUs or nodes, or no room within :data:`PLACEMENT_DEADLINE_S`.
         StopRequested: the user asked the run to end.
     """
     import ray
@@ -116,12 +131,19 @@ def reserve(
             f"the run needs {n_slots} GPUs but the Ray cluster has {cluster_gpus()}: lower --actor-num-nodes, "
             "--actor-num-gpus-per-node or --rollout-num-gpus, or join a larger cluster with --ray-address."
         )
-    bundle = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": 1.0}
-    group = placement_group([bundle] * n_slots, strategy="PACK")
+    each = n_slots // nodes if nodes > 1 else 1
+    _check_nodes(nodes, each)
+    bundle = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": float(each)}
+    group = placement_group([bundle] * (n_slots // each), strategy="STRICT_SPREAD" if nodes > 1 else "PACK")
     give_up = time.monotonic() + PLACEMENT_DEADLINE_S
     while not group.wait(1):
         if stop is not None:
             stop.raise_broken()
+        try:
+            _check_nodes(nodes, each)  # Ray needs some seconds to notice that a node is gone
+        except ValueError:
+            remove_placement_group(group)
+            raise
         stopped = stop is not None and stop.requested
         if not stopped and time.monotonic() < give_up:
             if heartbeat is not None:
@@ -141,12 +163,22 @@ def reserve(
         ids = ray.get_gpu_ids()
         return context.get_node_id(), ray.util.get_node_ip_address(), str(ids[0]) if ids else None
 
-    places = [where.options(**strategy(group, i)).remote() for i in range(n_slots)]
+    places = [where.options(**strategy(group, i)).remote() for i in range(n_slots // each)]
     found = wait_for(
         places, "the reserved places to answer", stop=stop, deadline_s=PLACEMENT_DEADLINE_S, heartbeat=heartbeat
     )
-    slots = [Slot(i, *place) for i, place in enumerate(found)]
-    return group, sorted(slots, key=lambda s: (s.node_ip, s.node_id, int(s.gpu_id or 0), s.bundle))
+    slots, own = [Slot(i, *place) for i, place in enumerate(found) for _ in range(each)], own_node()
+    order = sorted(slots, key=lambda s: (s.node_id != own, s.node_ip, s.node_id, int(s.gpu_id or 0), s.bundle))
+    return group, order
+
+
+def _check_nodes(nodes: int, cpus: int) -> None:
+    """Looks whether the cluster has so many nodes with so many CPUs each, where more than one is asked for."""
+    if nodes > 1 and (there := nodes_with(cpus)) < nodes:
+        raise ValueError(
+            f"--actor-num-nodes {nodes}: the run needs {nodes} nodes with {cpus} CPUs of Ray each, and the cluster has "
+            f"{there}: lower it, or start Ray on more nodes (`ray start --address ...`)"
+        )
 
 
 def strategy(group: Any, bundle: int) -> dict[str, Any]:

@@ -37,7 +37,12 @@ class ClusterSettings(Settings):
         ge=0,
         le=LARGEST_COUNT,
     )
-    actor_num_nodes: int = option(1, "Nodes that train.", ge=1, le=LARGEST_COUNT)
+    actor_num_nodes: int = option(
+        1,
+        "Nodes that train. Without GPUs each of them trains a copy of the model, and has an engine.",
+        ge=1,
+        le=LARGEST_COUNT,
+    )
     actor_num_gpus_per_node: int | None = option(
         None,
         "GPUs that train on each of them; by default all there are, 0 on a machine without GPUs (then CPU).",
@@ -94,8 +99,6 @@ class ClusterSettings(Settings):
                 f"--actor-num-gpus-per-node {on_node} is more than --num-gpus-per-node {self.num_gpus_per_node}: "
                 "a node has no more GPUs than that"
             )
-        if on_node == 0 and self.actor_num_nodes > 1:
-            found.append("--actor-num-nodes has no effect without GPUs: training on CPU uses one node")
         return found
 
 

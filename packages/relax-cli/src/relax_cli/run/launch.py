@@ -84,14 +84,16 @@ def _run_on_ray(config: RunConfig, progress: Progress, stop: StopFlag, outcome: 
     # Each slot of the run is one of Ray's CPUs; a few more let Ray's own tasks run beside them.
     slots = 0 if config.placement is None else slots_needed(config.placement) + 2
     address, cpus = config.cluster.ray_address, max(8, slots + plane_cpus(config.cluster, config.data))
-    with connected(address, min_cpus=cpus, note=progress.note, stop=stop, tell=tell, logs=ray_logs, remove=key):
+    with connected(
+        address, min_cpus=cpus, note=progress.note, stop=stop, tell=tell, logs=ray_logs, remove=key
+    ) as nodes:
         config = fit(config, cluster_gpus())
         shape = config.placement
         assert shape is not None, "fit() knows the cluster"
         progress.note(f"Ray is up; the run is on {shape.device}")
         # Before the engines load: a tracker that cannot be opened (no key, no disk) says so at once.
         with Trackers(_trackers(config)) as trackers:
-            workers = WorkerGroups(config, stop=stop, note=progress.note)
+            workers = WorkerGroups(config, stop=stop, note=progress.note, nodes=nodes)
             try:
                 workers.start()
                 stop.stepping = True

@@ -3,11 +3,13 @@
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from relax_rollout.engines.pool import RESTARTS
 
 from relax_cli.cluster.actors import Actor, Ref, creator
+from relax_cli.cluster.nodes import NodeLost, RunNodes, check_files
 from relax_cli.cluster.slots import Slot, check_cpus, engine_slots, reserve, slots_needed, strategy, trainer_slots
 from relax_cli.cluster.waits import SETUP_DEADLINE_S, Heartbeat, StopFlag, wait_for
 from relax_cli.config.run_config import RunConfig
@@ -42,17 +44,21 @@ class WorkerGroups:
     (:mod:`relax_cli.cluster.slots`).
     """
 
-    def __init__(self, config: RunConfig, *, stop: StopFlag, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: RunConfig, *, stop: StopFlag, note: Callable[[str], None], nodes: RunNodes | None = None
+    ) -> None:
         """Starts nothing yet.
 
         Args:
             config: all settings of the run, with its placement.
             stop: gives up the start, and every wait.
             note: takes lines for the user while the parts start.
+            nodes: is told what lies where.
         """
         assert config.placement is not None, "the cluster is known before its workers"
         self.config, self.shape = config, config.placement
         self._stop, self._heartbeat = stop, Heartbeat(note)
+        self._nodes = RunNodes() if nodes is None else nodes
         self._actors: list[Actor[Any]] = []
         self._rollout: RolloutWorker | None = None
         self._engines: EngineGroup | None = None
@@ -101,8 +107,13 @@ class WorkerGroups:
         if self.config.cluster.fully_async:
             check_cpus(needed, self.config.data.num_data_storage_units)
         self._placement_group, slots = reserve(
-            needed, gpus=self.shape.device == "cuda", stop=self._stop, heartbeat=heartbeat
+            needed,
+            gpus=self.shape.device == "cuda",
+            nodes=self.shape.nodes,
+            stop=self._stop,
+            heartbeat=heartbeat,
         )
+        self._look_at_nodes(slots)
         prompts: Ref[bool] | None = None
         imports: list[Ref[None]] = []
         setup: list[Ref[TrainerFacts]] = []
@@ -121,6 +132,31 @@ class WorkerGroups:
         if self._trainers is not None:
             self._finish_trainers(imports, setup, engines)
         self._started = True
+
+    def _look_at_nodes(self, slots: Sequence[Slot]) -> None:
+        """Looks whether other nodes see the files of the run, and has them watched from now on."""
+        has: dict[str, list[str]] = {}
+        if not self.config.debug.debug_train_only:
+            has[slots[0].node_id] = ["the rollout worker"]
+            for i, own in enumerate(engine_slots(self.shape, slots)):
+                has.setdefault(own[0].node_id, []).append(f"engine{i}")
+        if not self.config.debug.debug_rollout_only:
+            for rank, slot in enumerate(trainer_slots(self.shape, slots)):
+                has.setdefault(slot.node_id, []).append(f"trainer rank {rank}")
+        self._nodes.watch({node: ", ".join(parts) for node, parts in has.items()})
+        model, checkpoint = self.config.train.model, self.config.train.checkpoint
+        named = {"--hf-checkpoint": model.hf_checkpoint, "--ref-load": model.ref_load, "--load": checkpoint.load}
+        shared = {"--save": Path(checkpoint.save)} if checkpoint.save is not None else {}
+        if self.config.cluster.weight_sync == "disk":
+            shared["--weight-sync disk"] = self.config.run_dir
+        own_node = slots[0].node_id
+        others = {s.node_ip: strategy(self._placement_group, s.bundle) for s in slots if s.node_id != own_node}
+        check_files(
+            others,
+            needed={name: path for name, path in named.items() if path is not None},
+            shared=shared,
+            stop=self._stop,
+        )
 
     def _actor(
         self,
@@ -201,8 +237,8 @@ class WorkerGroups:
         own = trainer_slots(self.shape, slots)
         world = len(own)
         # Where generation and training take turns, the ranks may use all cores between them; else each engine has one.
-        cores = (os.cpu_count() or 1) - (0 if self.shape.shared else self.shape.engines)
-        threads = max(1, cores // world) if self.shape.device == "cpu" else 1
+        cores = (os.cpu_count() or 1) - (0 if self.shape.shared else self.shape.engines // self.shape.nodes)
+        threads = max(1, cores * self.shape.nodes // world) if self.shape.device == "cpu" else 1
         actors = []
         for rank, slot in enumerate(own):
             create = self._actor(
@@ -252,7 +288,9 @@ class WorkerGroups:
         import ray
 
         remove_engine_key(self.config.run_dir)
-        if self._stop.broken:  # any call of Ray may end this process; who ends Ray ends the actors
+        broken = self._stop.broken
+        # Any call of Ray may end this process; who ends Ray ends the actors.
+        if broken is not None and not isinstance(broken, NodeLost):
             return
         try:
             goodbyes: list[Any] = []

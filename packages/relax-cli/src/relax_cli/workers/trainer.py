@@ -87,6 +87,7 @@ class TrainActor:
         )
         import torch
 
+        _listen_for_other_nodes(master[0])
         if self._placement.device == "cuda" and not self._placement.shared:
             from relax_rollout.weight_sync.pair_group import set_nccl_environment
 
@@ -204,6 +205,15 @@ class TrainActor:
             self._transport.close()
         if self._trainer is not None:
             self._trainer.close()
+
+
+def _listen_for_other_nodes(master: str) -> None:
+    """Lets gloo of a rank whose peers are on other nodes listen at the address that Ray has for this node."""
+    import ray
+    from relax_rollout.weight_sync.feeders import interface_of
+
+    if master != "127.0.0.1" and (interface := interface_of(ray.util.get_node_ip_address())) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _profiles_log_probs(config: "RunConfig") -> bool:

@@ -1,8 +1,11 @@
 """Which rank of the trainer feeds which engine, and at which address the two meet."""
 
+import ipaddress
 import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
+
+import psutil
 
 
 def choose_feeders(near: Sequence[Sequence[bool]]) -> list[int]:
@@ -53,3 +56,25 @@ def _towards(host: str, family: socket.AddressFamily) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
+
+
+def interface_of(host: str) -> str | None:
+    """Name of this machine's network interface that has an address; None when none has it.
+
+    By default gloo listens at the address of the host's name, which other nodes may not reach.
+
+    Args:
+        host: an address in numbers, or a name.
+    """
+    try:
+        address = ipaddress.ip_address(socket.gethostbyname(host) if ":" not in host else host)
+    except (OSError, ValueError):
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        for found in addresses:
+            if found.family in (socket.AF_INET, socket.AF_INET6):
+                own = ipaddress.ip_address(found.address.partition("%")[0])
+                # The loopback has all of 127.0.0.0/8.
+                if own == address or (own.is_loopback and address.is_loopback and own.version == address.version):
+                    return str(name)
+    return None

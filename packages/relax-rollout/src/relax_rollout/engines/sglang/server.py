@@ -22,6 +22,7 @@ from relax_rollout.engines.sglang.log import last_lines, last_words
 from relax_rollout.engines.sglang.process import SUPERVISOR
 from relax_rollout.engines.sglang.settings import SGLangSettings
 from relax_rollout.engines.sglang.transport import bearer
+from relax_rollout.weight_sync.feeders import interface_of
 
 # Below the range that the kernel gives to outgoing connections, so that nothing takes the port while the server loads.
 _PORTS = range(20000, 32000)
@@ -272,11 +273,12 @@ class SGLangServer:
 
     def _environment(self) -> dict[str, str]:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-        if self.host in ("127.0.0.1", "localhost", "::1") and loopback:
+        interface = interface_of(self.host)
+        if interface is not None:
             # Its process groups listen where it does; otherwise at the address of the host's name.
-            environment.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-            environment.setdefault("NCCL_SOCKET_IFNAME", loopback[0])
+            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+            if interface.startswith("lo"):  # between nodes NCCL knows better
+                environment.setdefault("NCCL_SOCKET_IFNAME", interface)
         if self._device == "cpu":
             from relax_rollout.engines.sglang import cpu
 

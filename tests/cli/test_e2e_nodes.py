@@ -1,0 +1,107 @@
+"""Both modes over two nodes of a Ray cluster: ranks and an engine on each, an engine and a node that die, a resume."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cli.ray_nodes import Cluster
+from relax_data.prompts.saved_groups import SAMPLES_FILE, read_arrays
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+PROMPTS, BATCH = 32, 2
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    found = Cluster(cpus=6)
+    try:
+        found.start_node()
+        found.start_node()
+        yield found
+    finally:
+        found.close()
+
+
+def server_at(cluster: Cluster, address: str) -> psutil.Process:
+    """SGLang's server that listens at this address."""
+    found = []
+    for node in cluster.nodes:
+        for process in node.processes():
+            words = process.cmdline()
+            if words[1:3] == ["-m", "relax_rollout.engines.sglang.process.launch"] and address in words:
+                found.append(process)
+    (server,) = found
+    return server
+
+
+def test_both_modes_over_two_nodes_of_which_one_dies(
+    task: Any, relax: Callable[..., Any], tmp_path: Path, cluster: Cluster
+) -> None:
+    """Colocate begins, async goes on; an engine dies, then a node; the rest of the epoch is trained on two again."""
+    data, checkpoints = tmp_path / "prompts.jsonl", tmp_path / "checkpoints"
+    data.write_text("".join(task.train.read_text().splitlines(keepends=True)[:PROMPTS]))
+    common: dict[str, Any] = {
+        "ray_address": cluster.address,
+        "actor_num_nodes": 2,
+        "actor_num_gpus_per_node": 0,
+        "prompt_data": data,
+        "rollout_batch_size": BATCH,
+        "over_sampling_batch_size": 2 * BATCH,
+        "rollout_max_response_len": 48,
+        "entropy_coef": 0.01,  # a reward of 0 moves no weights
+        "save": checkpoints,
+        "load": checkpoints,
+        "save_interval": 1,
+    }
+    in_turn = relax("train", *task.flags(**common, num_rollout=2, partial_rollout=True), env=cluster.environment)
+    assert in_turn.finish() == 0, in_turn.output
+    assert "trainer ready: " in in_turn.output
+    assert re.search(r"trainer ready: .*DP 2", in_turn.output)
+    assert len(in_turn.steps()) == 2
+    check_weights(in_turn)
+    saved = read_arrays((checkpoints / "rollout_1" / SAMPLES_FILE).read_bytes())
+    assert len(saved["status"]), "groups are open, which the other mode takes over"
+
+    background = task.flags(**common, num_rollout=None, num_epoch=1, fully_async=True)
+    broken = relax("train", *background, env=cluster.environment)
+    broken.wait_for(lambda: len(broken.steps()) >= 4, "steps in the background")
+    server_at(cluster, "127.0.0.3").kill()
+    broken.wait_for(lambda: "engine1 was lost" in broken.output, "the loss of an engine")
+    steps = len(broken.steps())
+    broken.wait_for(lambda: len(broken.steps()) >= steps + 1, "a step meanwhile")
+    assert "its requests go on at engine0" in broken.output
+    cluster.nodes[1].kill_raylet()
+    assert broken.finish(deadline_s=120) == 1, broken.output
+    said = broken.output.partition("FAILED")[2]
+    assert "node 127.0.0.3 of the Ray cluster has died" in said
+    assert "It had engine1, trainer rank 1." in said
+    assert re.search(r"the checkpoint of rollout \d+ in \S+ is whole; to go on from there", said), said
+    assert broken.survivors() == []
+    check_weights(broken)
+
+    alone = relax("train", *background, env=cluster.environment)
+    assert alone.finish() == 1, alone.output
+    assert "needs 2 nodes with 2 CPUs of Ray each, and the cluster has 1" in alone.output
+
+    cluster.start_node()
+    last = relax("train", *background, env=cluster.environment)
+    assert last.finish() == 0, last.output
+    steps = last.steps()
+    assert [m["step"] for m in steps] == list(range(PROMPTS // BATCH)), "no step is missing, none is there twice"
+    assert steps[-1]["prompts/trained"] + BATCH == PROMPTS, "the metrics are of the moment before the last step"
+    assert max(m["staleness/max"] for m in steps) <= 1
+    check_weights(last)
+    shares = [steps[-1][f"async/engine_busy_share/engine{i}"] for i in (0, 1)]
+    assert min(shares) > 0, "both generate"
+    assert last.survivors() == []
+    assert not [p for node in cluster.nodes for p in node.processes() if "launch" in " ".join(p.cmdline())]
+
+
+def check_weights(run: Any) -> None:
+    """Every engine has the trainer's weights: its log-probs are the trainer's wherever all tokens are of them."""
+    exact = [m for m in run.steps() if m["train/off_policy_token_share"] == 0]
+    assert all(m["train/logprob_diff_max"] < 1e-4 for m in exact)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import relax_profiling
 from cli.test_e2e_loop import documented_metrics, weights
@@ -189,11 +190,22 @@ def test_its_only_engine_is_killed_and_comes_back(task: Any, relax: Callable[...
     assert run.survivors() == []
 
 
+def proportional_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.Error:
+        return 0
+
+
 def test_the_example_learns_as_it_is_shipped(relax: Callable[..., Any], tmp_path: Path) -> None:
     """A short form of it; the whole one takes some minutes."""
     example = Path(__file__).resolve().parents[2] / "examples" / "arithmetic" / "async.toml"
     words = ["--num-rollout", "12", "--eval-interval", "6", "--tb-experiment-name", "run", "--weight-sync", "disk"]
     run = relax("train", "--fully-async", "--config", str(example), *words)
+    run.wait_for(lambda: len(run.steps()) >= 8, "eight steps")
+    # What processes share counts once.
+    used = sum(proportional_bytes(p) for p in [psutil.Process(run.process.pid), *run.seen])
+    assert used < 8e9, f"{used / 1e9:.1f} GB"
     assert run.finish() == 0, run.output
     steps = run.steps()
     assert len(steps) == 12

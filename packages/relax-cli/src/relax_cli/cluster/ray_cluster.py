@@ -148,7 +148,11 @@ def _watched(
     if address is None:
         return contextlib.nullcontext()
     cluster = JoinedCluster()
-    return watched(lambda: cluster.look() or nodes.look(), stop, tell, end, ASK_EVERY_S, lambda: nodes.doubtful)
+
+    def look() -> RayLost | None:
+        return cluster.look() or (nodes.look() if cluster.answers else None)
+
+    return watched(look, stop, tell, end, ASK_EVERY_S, lambda: nodes.doubtful)
 
 
 def _disconnect(ray: Any, stop: StopFlag, before: Collection[psutil.Process], *, local: bool, failed: bool) -> None:

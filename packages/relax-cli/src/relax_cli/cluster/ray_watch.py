@@ -94,6 +94,11 @@ class JoinedCluster:
         self._refused, self._answered = 0, time.monotonic()
         self._raylet = self._find_raylet()
 
+    @property
+    def answers(self) -> bool:
+        """Whether the GCS did not refuse in the last look; who asks Ray then would wait for it."""
+        return not self._refused
+
     def look(self) -> RayLost | None:
         """The error once the GCS or this machine's raylet is gone."""
         if self._raylet is not None and not _runs(self._raylet):
@@ -125,8 +130,8 @@ class JoinedCluster:
     def _look_at_node(self) -> RayLost | None:
         import ray
 
-        if self._refused:
-            return None  # it would wait for a GCS that may be gone
+        if not self.answers:
+            return None
         for node in ray.nodes():
             if node["NodeID"] == self._node_id and not node["Alive"]:
                 return RayLost(f"the Ray cluster has given up this machine: {node.get('DeathReasonMessage') or node}")

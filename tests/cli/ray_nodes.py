@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,14 @@ class Node:
             top = psutil.Process(self.process.pid)
             return [top, *top.children(recursive=True)]
         return []
+
+    def commands(self) -> dict[psutil.Process, str]:
+        """The command lines of its processes that run."""
+        found = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                found[process] = " ".join(process.cmdline())
+        return found
 
     def kill_raylet(self) -> None:
         """Kills -9 the raylet: for the cluster the machine is gone."""
@@ -83,15 +92,23 @@ class Cluster:
 
     def close(self) -> None:
         """Ends every process of every node."""
-        processes = [p for node in self.nodes for p in node.processes()]
+        for node in self.nodes:
+            for process in node.processes():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            node.process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def still_running(processes: Iterable[psutil.Process], deadline_s: float = 120.0) -> list[psutil.Process]:
+    """Those that are still there after the deadline; empty as soon as there are none."""
+    end = time.monotonic() + deadline_s
+    while True:
+        left = []
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
-        _, left = psutil.wait_procs(processes, timeout=20)
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, timeout=20)
-        for node in self.nodes:
-            node.process.wait(timeout=20)
-        shutil.rmtree(self._folder, ignore_errors=True)
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    left.append(process)
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.2)

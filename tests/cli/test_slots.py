@@ -3,8 +3,9 @@
 import dataclasses
 
 import pytest
+import ray
 from relax_cli.cluster.placement import Placement
-from relax_cli.cluster.slots import Slot, engine_slots, slots_needed, trainer_slots
+from relax_cli.cluster.slots import Slot, engine_slots, reserve, slots_needed, trainer_slots
 
 SHARED = Placement(
     device="cuda", train_ranks=4, engines=2, gpus_per_engine=2, shared=True, tp=1, pp=1, cp=1, ep=1, etp=1
@@ -48,3 +49,11 @@ def test_without_gpus_each_node_has_its_ranks_and_an_engine() -> None:
     places = slots(4, per_node=2)
     assert [s.bundle for s in trainer_slots(shared, places)] == [0, 1, 2, 3]
     assert bundles(engine_slots(shared, places)) == [[0], [2]]
+
+
+def test_a_cluster_with_too_few_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them has too few CPUs, another one is dead."""
+    known = [(True, 4.0), (True, 1.0), (False, 4.0)]
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": alive, "Resources": {"CPU": n}} for alive, n in known])
+    with pytest.raises(ValueError, match=r"--actor-num-nodes 2: the run needs 2 nodes with 2 CPUs .* cluster has 1:"):
+        reserve(4, gpus=False, nodes=2)

@@ -87,6 +87,28 @@ def test_an_error_that_comes_first_is_known_to_be_of_ray() -> None:
     assert told == [stop.broken], "once"
 
 
+def test_after_an_error_a_node_that_does_not_answer_is_waited_for() -> None:
+    """Ray needs some time to give it up, and whoever worked with it hears of that first."""
+    stop, looks, gone = StopFlag(), 0, RayLost("gone")
+    told: list[RayLost] = []
+
+    def look() -> RayLost | None:
+        nonlocal looks
+        looks += 1
+        return gone if looks >= 4 else None
+
+    with pytest.raises(ConnectionError), watched(look, stop, told.append, print, 0.01, lambda: looks < 4):
+        raise ConnectionError("closed by the other side")
+    assert told == [gone]
+    assert stop.broken is gone
+    looks = -100
+    stop = StopFlag()
+    stop.set(signal.SIGTERM)
+    with pytest.raises(ConnectionError), watched(look, stop, told.append, print, 0.01, lambda: True):
+        raise ConnectionError("closed by the other side")
+    assert stop.broken is None, "who asked for the end does not want to wait"
+
+
 def test_a_gcs_that_refuses_is_gone_and_a_busy_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = JoinedCluster.__new__(JoinedCluster)  # without a Ray that tells where it is
     cluster._raylet, cluster._refused, cluster._answered = None, 0, time.monotonic()

@@ -193,7 +193,7 @@ def watched(
             if lost is not None:
                 tell(lost)
                 stop.broken = lost
-            elif not doubtful() or time.monotonic() > give_up:
+            elif not doubtful() or stop.requested or time.monotonic() > give_up:
                 break
             else:
                 time.sleep(min(every_s, 1.0))

@@ -121,9 +121,9 @@ def parity(base: Path) -> None:
 
 
 def attention() -> None:
-    """The variable-length kernel against document by document, forward and backward, bfloat16."""
+    """The variable-length kernel against padded documents, forward and backward, bfloat16."""
     from relax_train.backend.mcore import PackedSeqParams
-    from relax_train.models.attention import _by_document, _Plan, _varlen_kernel
+    from relax_train.models.attention import _padded, _Plan, _varlen_kernel
 
     kernel = _varlen_kernel()
     check("varlen kernel", kernel is not None, "torch.nn.attention.varlen")
@@ -151,7 +151,7 @@ def attention() -> None:
                         out = kernel(q, keys, values, cu_q, cu_k, longest_q, longest_k, scale=None)
                     else:
                         keys, values = (k, v) if cp_size == 1 else (k[plan.key_order], v[plan.key_order])
-                        out = _by_document(q, keys, values, plan.segments, None)
+                        out = _padded(q, keys, values, plan, None)
                     out.backward(grad)
                     results.append((out, q.grad, k.grad, v.grad))
                 worst = max(((a - b).float().norm() / b.float().norm()).item() for a, b in zip(*results, strict=True))

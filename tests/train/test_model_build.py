@@ -85,27 +85,27 @@ def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 @pytest.mark.parametrize("dim", [16, 64, 128])
 @pytest.mark.parametrize("cp_size", [1, 2, 3])
 def test_attention_plan_of_every_context_parallel_rank(cp_size: int, dim: int) -> None:
-    """Both ways to run a plan: document by document, and as the variable-length kernel is called on a GPU."""
+    """Both ways to run a plan: padded, and as the variable-length kernel is called on a GPU."""
     from relax_train.backend.mcore import PackedSeqParams
-    from relax_train.models.attention import _by_document, _Plan
+    from relax_train.models.attention import _padded, _Plan
     from relax_train.models.context_parallel import zigzag_positions
 
-    borders = [0, 12, 36, 48]
+    borders = [0, 12, 36, 36, 48, 408]  # the last one is too long to be padded to, and another is empty
     cu = torch.tensor(borders, dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=24, max_seqlen_kv=24)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=360, max_seqlen_kv=360)
     torch.manual_seed(0)
-    query, key, value = (torch.randn(48, heads, dim, dtype=torch.float64) for heads in (4, 2, 2))
-    whole = torch.cat([_dense(query[a:b], key[a:b], value[a:b]) for a, b in itertools.pairwise(borders)])
+    query, key, value = (torch.randn(408, heads, dim, dtype=torch.float64) for heads in (4, 2, 2))
+    spans = [(a, b) for a, b in itertools.pairwise(borders) if a < b]
+    whole = torch.cat([_dense(query[a:b], key[a:b], value[a:b]) for a, b in spans])
     held = [torch.from_numpy(zigzag_positions(borders, cp_size, rank)) for rank in range(cp_size)]
-    assert sorted(torch.cat(held).tolist()) == list(range(48))
+    assert sorted(torch.cat(held).tolist()) == list(range(408))
     gathered_key, gathered_value = key[torch.cat(held)], value[torch.cat(held)]
     for rank in range(cp_size):
         plan = _Plan(packed, cp_size, rank, torch.device("cpu"))
         mine, expected = query[held[rank]], whole[held[rank]]
-        by_document = _by_document(
-            mine, gathered_key[plan.key_order], gathered_value[plan.key_order], plan.segments, None
-        )
-        torch.testing.assert_close(by_document, expected)
+        padded = _padded(mine, gathered_key[plan.key_order], gathered_value[plan.key_order], plan, None)
+        torch.testing.assert_close(padded, expected)
+        assert 1 < len(plan.batches) < len(plan.segments), "short ones together, the long one alone"
         cu_q, cu_k, longest_q, longest_k = plan.varlen
         keys, values = gathered_key[plan.key_index], gathered_value[plan.key_index]
         pairs = list(zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True))

@@ -5,8 +5,9 @@ their borders. No document sees another. With context parallelism of size ``cp``
 equal chunks, and rank ``r`` holds chunks ``r`` and ``2 * cp - 1 - r`` (so that all ranks have the same work under a
 causal mask); keys and values are gathered from all ranks, queries stay.
 
-On CUDA in half precision the kernel is ``torch.nn.attention.varlen``; elsewhere scaled-dot-product attention runs
-document by document, whose cost is the sum of the squared lengths and never the square of the row.
+On CUDA in half precision the kernel is ``torch.nn.attention.varlen``; elsewhere scaled-dot-product attention runs over
+documents of about the same length at once, padded to the longest of them, so that the cost stays near the sum of the
+squared lengths and never is the square of the row, and a row of short documents takes few calls.
 """
 
 import dataclasses
@@ -42,6 +43,44 @@ class _Segment:
     keys: int
 
 
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """Segments of about the same length that attend in one call, each padded behind its end.
+
+    Attributes:
+        queries: int64 ``[segments * longest queries]``, the local query of each place; any one where there is none.
+        keys: int64 ``[segments * longest keys]``, the key of the full row, likewise.
+        size: number of segments.
+        mask: bool ``[segments, 1, longest queries, longest keys]``, which keys a query sees; None: the causal mask,
+            which keeps real queries from padding by itself where each segment has as many keys as queries.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    size: int
+    mask: torch.Tensor | None
+
+
+PADDED_LENGTH = 16
+"""Segments that differ by no more tokens attend together; longer ones also when the shorter has three quarters."""
+
+
+def _similar(segments: list[_Segment]) -> list[list[int]]:
+    """Places of segments that attend together, the longest first."""
+    groups: list[list[int]] = []
+    for place in sorted(range(len(segments)), key=lambda i: (segments[i].keys, segments[i].queries), reverse=True):
+        here = segments[place]
+        first = segments[groups[-1][0]] if groups else here
+        alike = all(
+            a <= max(b + PADDED_LENGTH, 4 * b // 3) for a, b in ((first.keys, here.keys), (first.queries, here.queries))
+        )
+        if groups and alike and here.queries <= first.queries:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return groups
+
+
 class _Plan:
     """Facts about one micro-batch that attention needs. Made once and shared by all its layers."""
 
@@ -60,6 +99,8 @@ class _Plan:
     def segments(self) -> list[_Segment]:
         cp, rank, found = self._cp_size, self._cp_rank, []
         for start, end in itertools.pairwise(self.borders):
+            if start == end:
+                continue
             if cp == 1:
                 found.append(_Segment(start, end - start, start, end - start))
                 continue
@@ -67,6 +108,40 @@ class _Plan:
             found.append(_Segment(start // cp, chunk, start, (rank + 1) * chunk))
             found.append(_Segment(start // cp + chunk, chunk, start, (2 * cp - rank) * chunk))
         return found
+
+    @functools.cached_property
+    def batches(self) -> list[_Batch]:
+        """The segments, in batches of similar ones."""
+        return [self._batch([self.segments[i] for i in group]) for group in self._groups]
+
+    @functools.cached_property
+    def _groups(self) -> list[list[int]]:
+        return _similar(self.segments)
+
+    @functools.cached_property
+    def query_order(self) -> torch.Tensor:
+        """int64 ``[local tokens]``: where each local query is among the places of all batches, one after the other."""
+        places, start = [np.empty(0, np.int64)] * len(self.segments), 0
+        for group in self._groups:
+            longest = max(self.segments[i].queries for i in group)
+            for i in group:
+                places[i] = np.arange(start, start + self.segments[i].queries)
+                start += longest
+        return torch.from_numpy(np.concatenate(places)).to(self._device)
+
+    def _batch(self, segments: list[_Segment]) -> _Batch:
+        queries, keys = (np.array([[getattr(s, name) for s in segments]]).T for name in ("queries", "keys"))
+        first_query, first_key = (np.array([[getattr(s, name) for s in segments]]).T for name in ("query", "key"))
+        query, key = np.arange(queries.max())[None], np.arange(keys.max())[None]
+        mask = None
+        if (queries != keys).any():  # the last query sees the last key; a query of padding what the last one sees
+            last_seen = np.minimum(query, queries - 1) + keys - queries
+            mask = torch.from_numpy(key[:, None] <= last_seen[..., None])[:, None].to(self._device)
+        indices = [
+            torch.from_numpy((first + np.minimum(place, number - 1)).reshape(-1)).to(self._device)
+            for first, place, number in ((first_query, query, queries), (first_key, key, keys))
+        ]
+        return _Batch(queries=indices[0], keys=indices[1], size=len(segments), mask=mask)
 
     @functools.cached_property
     def key_order(self) -> torch.Tensor:
@@ -135,23 +210,27 @@ def _varlen_kernel() -> Callable[..., torch.Tensor] | None:
     return kernel
 
 
-def _by_document(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: list[_Segment], scale: float | None
+def _padded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: _Plan, scale: float | None
 ) -> torch.Tensor:
+    """Attention of all segments of a plan, batch by batch; shapes as in :meth:`PackedAttention.forward`.
+
+    Args:
+        key: ``[tokens of the full row, key heads, dim]``, in the order of the row; ``value`` likewise.
+    """
     grouped = query.size(1) != key.size(1)
     outputs = []
-    for s in segments:
-        q = query[s.query : s.query + s.queries].transpose(0, 1)[None]  # [1, heads, queries, dim]
-        k = key[s.key : s.key + s.keys].transpose(0, 1)[None]
-        v = value[s.key : s.key + s.keys].transpose(0, 1)[None]
-        mask = None
-        if s.queries != s.keys:  # the last query sees the last key
-            mask = torch.ones(s.queries, s.keys, dtype=torch.bool, device=q.device).tril(s.keys - s.queries)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    for batch in plan.batches:
+        q, k, v = (
+            x.index_select(0, index).unflatten(0, (batch.size, -1)).transpose(1, 2)  # [segments, heads, longest, dim]
+            for x, index in ((query, batch.queries), (key, batch.keys), (value, batch.keys))
         )
-        outputs.append(out[0].transpose(0, 1))
-    return torch.cat(outputs)
+        causal = batch.mask is None
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=batch.mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, plan.query_order)
 
 
 class PackedAttention(MegatronModule):
@@ -221,5 +300,5 @@ class PackedAttention(MegatronModule):
         else:
             if cp > 1:
                 key, value = key.index_select(0, plan.key_order), value.index_select(0, plan.key_order)
-            out = _by_document(query, key, value, plan.segments, self.softmax_scale)
+            out = _padded(query, key, value, plan, self.softmax_scale)
         return out.reshape(tokens, -1)

@@ -44,6 +44,24 @@ def test_shim_is_gone_after_the_last_exit(fails: bool) -> None:
         torch.zeros(2, device="cuda")
 
 
+def test_products_outside_of_autograd_are_those_of_torch() -> None:
+    """Of both shapes and all strides that megatron's linear layers have; what autograd follows stays torch's."""
+    from relax_train.backend.device_context import DeviceContext
+
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(7, 1, 12), torch.randn(20, 12), torch.randn(7, 1, 20)
+    pairs = [(x, weight.t()), (grad, weight), (grad[:, 0].t(), x[:, 0]), (x[:, 0], x[0, 0])]
+    for a, b in [*pairs, *((a.double(), b.double()) for a, b in pairs)]:
+        expected = torch.matmul(a, b)
+        with DeviceContext(), torch.no_grad():
+            for product in (torch.matmul(a, b), a.matmul(b)):
+                torch.testing.assert_close(product, expected)
+    weight.requires_grad_()
+    with DeviceContext():
+        torch.matmul(x, weight.t()).sum().backward()
+    torch.testing.assert_close(weight.grad, x.sum((0, 1)).expand(20, 12))
+
+
 def test_cuda_never_sees_the_shim(monkeypatch: pytest.MonkeyPatch) -> None:
     from relax_train.backend import device_context
 

@@ -11,6 +11,7 @@ import torch
 from engine_gate import KEY, Gate, underway
 from relax_rollout.engines.base import GenerateRequest, GenerateResult, SamplingParams
 from relax_rollout.engines.sglang.client import SGLangEngine
+from relax_rollout.engines.sglang.transport import Transport
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -217,3 +218,47 @@ async def test_many_requests_at_once(engine: SGLangEngine, model: Any) -> None:
     results = await asyncio.gather(*(engine.generate(request(f"r{i}", 8, ignore_eos=True)) for i in range(40)))
     assert all(math.isfinite(p) for r in results for p in r.log_probs)
     assert max(error_of(model, r) for r in results) < 1e-4
+
+
+async def test_requests_that_start_together_are_one_call_and_end_each_for_itself(
+    engine: SGLangEngine, gate: Gate, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    stream = Transport.stream
+
+    def counted(self: Transport, path: str, body: Any, *, timeout_s: float) -> Any:
+        calls.append(len(body["rid"]))
+        return stream(self, path, body, timeout_s=timeout_s)
+
+    monkeypatch.setattr(Transport, "stream", counted)
+    short = [asyncio.create_task(engine.generate(request(f"s{i}", 2 + i % 2, ignore_eos=True))) for i in range(6)]
+    long = [
+        asyncio.create_task(engine.generate(GenerateRequest(rid=name, input_ids=PROMPT, sampling=LONG)))
+        for name in ("kept", "aborted", "cancelled")
+    ]
+    results = await asyncio.wait_for(asyncio.gather(*short), 120)
+    assert calls == [9]
+    assert not any(task.done() for task in long)
+    assert [len(r.tokens) for r in results] == [2, 3] * 3
+    await engine.abort("aborted")
+    long[2].cancel()
+    aborted = await asyncio.wait_for(long[1], 60)
+    assert aborted.finish_reason == "abort"
+    assert max(error_of(model, r) for r in [*results, aborted]) < 1e-4
+    assert not long[0].done()
+    await engine.abort("kept")
+    assert (await asyncio.wait_for(long[0], 60)).finish_reason == "abort"
+    await engine.flush_cache()  # the cancelled one, which would take minutes, ended at the server too
+
+
+async def test_a_refused_request_spares_those_that_start_with_it(engine: SGLangEngine, model: Any) -> None:
+    prompts = [PROMPT, [10] * 3000, PROMPT, []]
+    tasks = [engine.generate(request(f"r{i}", 4, prompt=p, ignore_eos=True)) for i, p in enumerate(prompts)]
+    good, long, other, empty = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(long, ValueError)
+    assert "longer than the model's context length" in str(long)
+    assert isinstance(empty, ValueError)
+    for result in (good, other):
+        assert isinstance(result, GenerateResult)
+        assert len(result.tokens) == 4
+        assert error_of(model, result) < 1e-4

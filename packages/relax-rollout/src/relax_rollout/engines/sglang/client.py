@@ -4,9 +4,10 @@ It needs the server's address only, so it works in any process that reaches it.
 """
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from relax_rollout.engines.base import (
     updating,
 )
 from relax_rollout.engines.sglang.inflight import InflightRequest, InflightRequests
-from relax_rollout.engines.sglang.messages import ResponseBuilder, generate_body, read_answer
+from relax_rollout.engines.sglang.messages import ResponseBuilder, generate_body, raise_refusal, read_answer
 from relax_rollout.engines.sglang.transport import Transport
+from relax_rollout.engines.sglang.waves import WaveRefused, Waves
 from relax_rollout.engines.sglang.weight_status import WeightsIncomplete, WeightStatus
 from relax_rollout.engines.sglang.weights import group_update_body, update_body
 
@@ -71,6 +73,7 @@ class SGLangEngine:
         self._generate_timeout_s, self._control_timeout_s = generate_timeout_s, control_timeout_s
         self._update_timeout_s = update_timeout_s
         self._inflight = InflightRequests(self._transport, silence_deadline_s=silence_deadline_s)
+        self._waves = Waves(self._transport, timeout_s=generate_timeout_s)
         self._version: WeightVersion | None = None
         self._asking: asyncio.Task[WeightVersion] | None = None
         self._released: set[MemoryTag] = set()
@@ -96,6 +99,7 @@ class SGLangEngine:
     async def close(self) -> None:
         """Closes its connections; the server goes on."""
         self._inflight.close()
+        self._waves.close()
         await self._transport.close()
 
     # ------------------------------------------------------------------ generation
@@ -143,10 +147,8 @@ class SGLangEngine:
         if self._track:
             await self._collect_stream(body, builder)
         else:
-            response = await self._transport.call(
-                "POST", "/generate", body=body, timeout_s=self._generate_timeout_s, retry=False
-            )
-            builder.add(read_answer(response.status_code, response.content, self._name))
+            for piece in await self._pieces(body, inflight, alone=bool(request.multimodal)):
+                builder.add(piece)
         result = builder.result()
         now = builder.last_weights
         if not self._track and result.tokens and now.state == "whole" and now.version != version:
@@ -156,6 +158,14 @@ class SGLangEngine:
                 "track_versions_in_flight=True, or push weights only when nothing is generating"
             )
         return result
+
+    async def _pieces(self, body: dict[str, Any], inflight: InflightRequest, *, alone: bool) -> list[Mapping[str, Any]]:
+        """The answer to one request, which may travel together with others."""
+        if not alone:
+            with contextlib.suppress(WaveRefused):
+                return await self._waves.ask(body)
+            body["rid"] = inflight.renew()  # each learns for itself what the server says
+        return await self._waves.alone(body)
 
     async def _version_at_start(self) -> WeightVersion:
         """The version that is served now. It cannot change while requests run, unless it is tracked."""
@@ -189,6 +199,7 @@ class SGLangEngine:
                 if "error" in chunk:
                     read_answer(int(chunk["error"].get("code", 400)), data.encode(), self._name)
                 builder.add(chunk)
+                raise_refusal(chunk["meta_info"].get("finish_reason") or {}, self._name)
 
     async def abort(self, rid: str | None = None) -> None:
         """Ends one request of this client, or every request at the server when ``rid`` is None."""

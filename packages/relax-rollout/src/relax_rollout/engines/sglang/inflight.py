@@ -34,6 +34,11 @@ class InflightRequest:
     aborted: bool = False
     failure: Exception | None = None
 
+    def renew(self) -> str:
+        """Another id of the same request, which nothing that the server was told of the first one can meet."""
+        self.server_rid = f"{uuid.uuid4().hex[:16]}-{self.server_rid.split('-', 1)[1]}"
+        return self.server_rid
+
 
 class InflightRequests:
     """All requests of one client that are at the server, by the caller's id."""

@@ -1,7 +1,7 @@
 """The JSON of ``/generate``: requests to it, and its answers as :class:`relax_rollout.engines.base.GenerateResult`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from relax_data.types import WeightVersion
@@ -114,6 +114,21 @@ def generate_body(request: GenerateRequest, rid: str, version: WeightVersion, *,
     }
 
 
+_ONE_PIECE = -(1 << 30)
+"""Interval of a stream that gives each response in one piece. SGLang sends a piece before the end when the number of
+tokens is a multiple of it; of an interval above 1, when it is one more, which the first token would be."""
+
+
+def list_body(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The JSON of one streamed call for several requests of :func:`generate_body`, none of them with other inputs."""
+    return {
+        **{name: [body[name] for body in bodies] for name in ("rid", "input_ids", "extra_key")},
+        "sampling_params": [{**body["sampling_params"], "stream_interval": _ONE_PIECE} for body in bodies],
+        "return_logprob": True,
+        "stream": True,
+    }
+
+
 def _sampling(params: SamplingParams) -> dict[str, Any]:
     sampling: dict[str, Any] = {
         "max_new_tokens": params.max_new_tokens,
@@ -144,5 +159,15 @@ def read_answer(status: int, content: bytes, engine: str) -> Mapping[str, Any]:
         message = error.get("message") if isinstance(error, dict) else str(error)
     except (ValueError, AttributeError):
         message = None
-    text = f"{engine} refused a request ({status}): {message or content.decode(errors='replace')[:500]}"
-    raise ValueError(text) if status in (400, 422) else RuntimeError(text)
+    raise _refusal(status, message or content.decode(errors="replace")[:500], engine)
+
+
+def raise_refusal(finish_reason: Mapping[str, Any], engine: str) -> None:
+    """Raises what :func:`read_answer` would, when a streamed response ended because the server refuses the request."""
+    if (status := finish_reason.get("status_code")) is not None:
+        raise _refusal(int(status), str(finish_reason.get("message")), engine)
+
+
+def _refusal(status: int, message: str, engine: str) -> ValueError | RuntimeError:
+    text = f"{engine} refused a request ({status}): {message}"
+    return ValueError(text) if status in (400, 422) else RuntimeError(text)

@@ -127,11 +127,19 @@ class Transport:
 
     @contextlib.asynccontextmanager
     async def stream(self, path: str, body: Any, *, timeout_s: float) -> AsyncIterator["StreamedAnswer"]:
-        """One streamed POST, with the errors of :meth:`call`, also while it is read; not sent again."""
+        """One streamed POST, with the errors of :meth:`call` without ``retry``, also while it is read."""
+        content, headers = _encoded(body)
         async with contextlib.AsyncExitStack() as stack:
-            opening = self.http().stream("POST", path, json=body, timeout=self._timeout(timeout_s))
-            async with self._listening(path, timeout_s):
-                response = await stack.enter_async_context(opening)
+            for attempt in range(_ATTEMPTS):
+                opening = self.http().stream(
+                    "POST", path, content=content, headers=headers, timeout=self._timeout(timeout_s)
+                )
+                try:
+                    response = await stack.enter_async_context(opening)
+                    break
+                except Exception as error:
+                    again = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                    await self._judge(error, path, timeout_s, last=not again or attempt + 1 == _ATTEMPTS)
             yield StreamedAnswer(response, lambda: self._listening(path, timeout_s))
 
     @contextlib.asynccontextmanager

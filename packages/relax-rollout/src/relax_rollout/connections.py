@@ -4,6 +4,7 @@ httpx keeps all connections in one pool, and looks at every one of them whenever
 requests at once, as a rollout has them, that alone takes seconds of CPU time (`benchmarks/http_requests.py`).
 """
 
+import functools
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -11,6 +12,12 @@ import httpx
 
 MOST_IDLE = 512
 """Connections that are kept for later requests."""
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """Reads the machine's certificates, which takes tens of milliseconds: once a process."""
+    return ssl.create_default_context()
 
 
 class SingleConnections(httpx.AsyncBaseTransport):
@@ -24,7 +31,6 @@ class SingleConnections(httpx.AsyncBaseTransport):
 
     def __init__(self, keepalive_expiry_s: float) -> None:
         self._limits = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=keepalive_expiry_s)
-        self._tls = ssl.create_default_context()  # reads the machine's certificates, which takes milliseconds
         self._idle: list[httpx.AsyncHTTPTransport] = []
         self._busy: set[httpx.AsyncHTTPTransport] = set()
 
@@ -49,7 +55,7 @@ class SingleConnections(httpx.AsyncBaseTransport):
             await connection.aclose()
 
     def _new(self) -> httpx.AsyncHTTPTransport:
-        return httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False, limits=self._limits)
+        return httpx.AsyncHTTPTransport(verify=_tls(), trust_env=False, limits=self._limits)
 
     async def _give_back(self, connection: httpx.AsyncHTTPTransport) -> None:
         if connection not in self._busy:

@@ -25,7 +25,8 @@ OPTIONS: Mapping[str, Any] = MappingProxyType(
         # An idle server would otherwise keep one core busy.
         "sleep-on-idle": True,
         "max-total-tokens": 16384,
-        "max-running-requests": 64,
+        # A forward pass costs little more for many sequences than for a few.
+        "max-running-requests": 256,
     }
 )
 """Server options on CPU; what the user sets as ``--sglang-<name>`` wins."""

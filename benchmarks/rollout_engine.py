@@ -1,28 +1,43 @@
-"""Speed of one SGLang engine through our client: tokens a second by batch size, and the time of a weight push.
+"""Speed of one SGLang engine: our loop against one list of the same prompts, our client by batch size, a weight push.
 
-    python benchmarks/rollout_engine.py MODEL_FOLDER [--device cpu|cuda] [--batches 1 8 32 64] [--new-tokens 64]
+    python benchmarks/rollout_engine.py                       # the arithmetic example, on CPU
+    python benchmarks/rollout_engine.py MODEL_FOLDER --device cuda --prompt-data FILE [--label-key answer] \
+        [--prompts 32] [--samples 8] [--response-len 512] [--batches 1 8 32 64] [--new-tokens 64]
 
-Starts a server on the model, measures, prints one line a measurement, stops it.
+Starts a server on the model, measures, prints one line a measurement, stops it. The limit: the loop, which collects
+first finished first, scores and can interrupt each response, makes at least 0.95 x the tokens a second of the list.
 """
 
 import argparse
 import asyncio
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+from relax_data.prompts.open import open_prompts
+from relax_data.settings import DataSettings
 from relax_data.weights import Bucket
 from relax_rollout.engines.base import GenerateRequest, SamplingParams
 from relax_rollout.engines.sglang.client import SGLangEngine
 from relax_rollout.engines.sglang.server import SGLangServer
 from relax_rollout.engines.sglang.settings import SGLangSettings
+from relax_rollout.engines.sglang.transport import bearer
+from relax_rollout.generation.seam import end_token_ids
+from relax_rollout.loop.rollout_loop import RolloutLoop
+from relax_rollout.rewards import build_reward
+from relax_rollout.settings import RewardSettings, RolloutSettings
 from relax_rollout.weight_sync.transports import make_transport
 
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "arithmetic"
 BUCKET_BYTES = 512 << 20
 REPEATS = 5
+ROUNDS, WARM_UP = 12, 2
+LIMIT = 0.95
 
 
 def buckets(model: Any) -> Iterator[Bucket]:
@@ -43,16 +58,82 @@ async def generation(engine: SGLangEngine, batch: int, new_tokens: int) -> float
     return sum(len(r.tokens) for r in results) / (time.perf_counter() - begin)
 
 
-async def measure(
-    server: SGLangServer, engine: SGLangEngine, model: Any, device: str, batches: list[int], new_tokens: int
-) -> None:
-    for batch in batches:
+def rollout_loop(engine: SGLangEngine, options: argparse.Namespace) -> RolloutLoop:
+    """The loop of a run with the options of the command line, on one engine."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    data = DataSettings(
+        prompt_data=(str(options.prompt_data),),
+        label_key=options.label_key,
+        apply_chat_template=True,
+        rollout_shuffle=True,
+    )
+    settings = RolloutSettings(
+        rollout_batch_size=options.prompts,
+        n_samples_per_prompt=options.samples,
+        rollout_max_response_len=options.response_len,
+    )
+    return RolloutLoop(
+        settings,
+        engines=[engine],
+        source=open_prompts(data, tokenizer),
+        reward=build_reward(RewardSettings(rm_type="exact-match")),
+        tokenizer=tokenizer,
+        end_token_ids=end_token_ids(tokenizer, options.model),
+    )
+
+
+async def as_list(http: httpx.AsyncClient, prompts: list[list[int]], new_tokens: int, key: str) -> int:
+    """Tokens of one call with all prompts; ``key`` keeps it from the prefix cache of the loop."""
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {"max_new_tokens": new_tokens, "temperature": 1.0},
+        "return_logprob": True,
+        "extra_key": key,
+    }
+    response = await http.post("/generate", json=body)
+    return sum(len(answer["output_ids"]) for answer in response.raise_for_status().json())
+
+
+async def rollouts(server: SGLangServer, engine: SGLangEngine, options: argparse.Namespace) -> float:
+    """Prints tokens a second of rollouts and of lists of the same prompts, in turn; returns their ratio."""
+    loop = rollout_loop(engine, options)
+    rates: dict[str, list[float]] = {"loop": [], "list": []}
+    timeout = httpx.Timeout(3600.0)
+    async with httpx.AsyncClient(
+        base_url=server.url, headers=bearer(server.key), timeout=timeout, trust_env=False
+    ) as http:
+        for number in range(WARM_UP + ROUNDS):
+            begin = time.perf_counter()
+            result = await loop.generate(number, 0)
+            samples = [sample for group in result.groups for sample in group.samples]
+            rates["loop"].append(sum(len(s.tokens) for s in samples) / (time.perf_counter() - begin))
+            prompts = [list(sample.prompt.input_ids) for sample in samples]
+            begin = time.perf_counter()
+            tokens = await as_list(http, prompts, options.response_len, f"list{number}")
+            rates["list"].append(tokens / (time.perf_counter() - begin))
+    for name, all_rates in rates.items():
+        all_rates[:] = all_rates[WARM_UP:]
+        spread = f"of {ROUNDS}: {min(all_rates):.0f} to {max(all_rates):.0f}"
+        print(
+            f"{name} of {options.prompts} x {options.samples}: {statistics.median(all_rates):.0f} tokens/s ({spread})"
+        )
+    ratio = statistics.median(a / b for a, b in zip(rates["loop"], rates["list"], strict=True))
+    print(f"loop / list: {ratio:.2f} (limit: at least {LIMIT})")
+    return ratio
+
+
+async def measure(server: SGLangServer, engine: SGLangEngine, model: Any, options: argparse.Namespace) -> float:
+    """Prints all measurements; returns the ratio of :func:`rollouts`."""
+    ratio = await rollouts(server, engine, options)
+    for batch in options.batches:
         await generation(engine, batch, 8)
-        rates = [await generation(engine, batch, new_tokens) for _ in range(3)]
+        rates = [await generation(engine, batch, options.new_tokens) for _ in range(3)]
         print(
             f"batch {batch:4d}: {statistics.median(rates):8.0f} tokens/s (of 3: {min(rates):.0f} to {max(rates):.0f})"
         )
-    transport = make_transport([server.address], rank=0, world_size=1, device=device, gpus_per_engine=1)
+    transport = make_transport([server.address], rank=0, world_size=1, device=options.device, gpus_per_engine=1)
     times = []
     for version in range(1, REPEATS + 1):
         begin = time.perf_counter()
@@ -63,12 +144,18 @@ async def measure(
     size = f"{report.bytes / 2**20:.1f} MiB in {report.buckets} bucket(s)"
     print(f"push of {size}: {statistics.median(times) * 1e3:.0f} ms ({spread})")
     await engine.close()
+    return ratio
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?", default=EXAMPLE / "model")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--prompt-data", type=Path, default=EXAMPLE / "data" / "train.jsonl")
+    parser.add_argument("--label-key", default="label")
+    parser.add_argument("--prompts", type=int, default=32, help="of a rollout")
+    parser.add_argument("--samples", type=int, default=8, help="responses to each")
+    parser.add_argument("--response-len", type=int, default=8)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--new-tokens", type=int, default=64)
     options = parser.parse_args()
@@ -91,10 +178,11 @@ def main() -> None:
         print(f"healthy after {time.perf_counter() - begin:.0f} s; log in {log}")
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device)
         engine = SGLangEngine(server.url, name="engine0", key=server.key, log_path=log, alive=server.alive)
-        asyncio.run(measure(server, engine, model, options.device, options.batches, options.new_tokens))
+        ratio = asyncio.run(measure(server, engine, model, options))
     finally:
         server.stop()
+    return 0 if ratio >= LIMIT else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,6 +12,7 @@ from relax_train.algorithms.advantages import advantage_inputs, compute_advantag
 from relax_train.algorithms.estimators import group_normalized
 from relax_train.algorithms.logprobs import token_log_probs
 from relax_train.algorithms.losses import Documents, metric_names, policy_loss, token_weights
+from relax_train.algorithms.output_head import head_log_probs
 from relax_train.algorithms.registry import ADVANTAGES, LOSSES
 from relax_train.batching import Split, build_micro_batch
 from relax_train.settings.algorithm import AlgorithmSettings
@@ -66,11 +67,11 @@ class TinyModel(torch.nn.Module):
         self.embedding = torch.nn.Parameter(torch.randn(VOCAB, 8, generator=g, dtype=torch.float64))
         self.output = torch.nn.Parameter(torch.randn(8, VOCAB, generator=g, dtype=torch.float64))
 
-    def forward(self, tokens: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    def hidden(self, tokens: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding[tokens].tanh()
         parts = hidden.split(cu_seqlens.diff().tolist())
         means = [p.cumsum(0) / torch.arange(1, len(p) + 1, dtype=p.dtype)[:, None] for p in parts]
-        return torch.cat(means) @ self.output
+        return torch.cat(means)
 
 
 def flat_gradient(model: TinyModel) -> torch.Tensor:
@@ -98,8 +99,13 @@ def step(
     groups: list[list[int]],
     settings: AlgorithmSettings,
     others: tuple[Columns, Columns] | None = None,
+    *,
+    logits: bool = False,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Gradient (flat) and metric sums of one optimizer step; ranks add up their gradients as micro-batches do."""
+    """Gradient (flat) and metric sums of one optimizer step; ranks add up their gradients as micro-batches do.
+
+    ``logits`` takes all logits of a micro-batch, where the product takes hidden states of response positions.
+    """
     old, ref = others or other_log_probs(batch)
     inputs = advantage_inputs(
         StepManifest.of(batch),
@@ -121,16 +127,30 @@ def step(
     totals: dict[str, float] = {}
     for group in groups:
         row = build_micro_batch(batch, group, Split(), columns).to(torch.device("cpu"), torch.float64)
-        logits = model(row["tokens"][0], row["cu_seqlens"])
-        log_probs, entropy = token_log_probs(logits, row["labels"], entropy_grad=True, overwrite_logits=True)
-        documents = Documents(row["documents"], len(row["cu_seqlens"]) - 1)
-        given: dict[str, Any] = {name: row[name] for name in columns}
+        hidden, at = model.hidden(row["tokens"][0], row["cu_seqlens"]), row["selected"]
+        if logits:
+            at = torch.arange(len(hidden))
+            log_probs, entropy = token_log_probs(hidden @ model.output, row["labels"], entropy_grad=True)
+        else:
+            log_probs, entropy = head_log_probs(hidden[at], model.output.t(), row["labels"][at], entropy_grad=True)
+        documents = Documents(row["documents"][at], len(row["cu_seqlens"]) - 1)
+        given: dict[str, Any] = {name: row[name][at] for name in columns}
         loss, sums = policy_loss(log_probs, entropy, documents=documents, settings=settings, **given)
         loss.backward()
         for name, value in sums.items():
             combine = max if name.endswith("_max") else float.__add__
             totals[name] = combine(totals.get(name, 0.0), value.item())
     return flat_gradient(model), totals
+
+
+def test_response_positions_are_enough(batch: TrainBatch) -> None:
+    model = TinyModel()
+    for estimator, loss in COMBINATIONS:
+        settings = all_terms(estimator, loss, False, entropy_coef=0.01)
+        grad, sums = step(model, batch, [[0, 1, 2], [3, 4, 5]], settings)
+        expected, totals = step(model, batch, [[0, 1, 2], [3, 4, 5]], settings, logits=True)
+        assert (grad - expected).abs().max() < 1e-12
+        assert sums == pytest.approx(totals, abs=1e-12)
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -124,6 +124,8 @@ class MicroBatch:
         """Tensors of everything.
 
         ``tokens`` and ``position_ids`` are ``[1, local]``, the others ``[local]``; columns are in ``dtype``.
+        ``selected`` is int64 ``[positions that predict a response token]``, in order; the first position of the row
+        where there is none, so that it is never empty.
         """
         import torch
 
@@ -133,6 +135,8 @@ class MicroBatch:
         result = {name: move(column, dtype) for name, column in self.columns.items()}
         result |= {name: move(getattr(self, name)) for name in ("labels", "targets", "documents", "cu_seqlens")}
         result |= {name: move(getattr(self, name))[None] for name in ("tokens", "position_ids")}
+        selected = np.flatnonzero(self.targets >= 0)
+        result["selected"] = move(selected if len(selected) else np.zeros(1, np.int64))
         return result
 
 

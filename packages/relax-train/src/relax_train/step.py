@@ -13,11 +13,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from relax_train.algorithms.logprobs import effective_temperature, token_log_probs
+from relax_train.algorithms.logprobs import effective_temperature
 from relax_train.algorithms.losses import MAXIMA, MEANS, Documents, metric_names, policy_loss
-from relax_train.algorithms.registry import load_loss
+from relax_train.algorithms.output_head import head_log_probs, head_loss
+from relax_train.algorithms.registry import LOSSES, load_loss
 from relax_train.backend.device_context import DeviceContext
-from relax_train.backend.mcore import PackedSeqParams, finalize_model_grads, get_forward_backward_func
+from relax_train.backend.mcore import (
+    PackedSeqParams,
+    finalize_model_grads,
+    get_forward_backward_func,
+    tensor_parallel,
+)
 from relax_train.backend.optimizer import Optimizer, StepResult
 from relax_train.batching import (
     Lengths,
@@ -39,6 +45,9 @@ MicroBatchTensors = dict[str, torch.Tensor]
 
 Columns = Mapping[str, Values]
 """Values per response token: for each name one ``[response]`` array for each sample of this rank, by its place."""
+
+COLUMNS = ("weights", "mask", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
+"""Arguments of :func:`relax_train.algorithms.losses.policy_loss` that hold a value per token."""
 
 Plan = list[list[int]]
 """Micro-batches of one rank: places of the samples of each."""
@@ -153,7 +162,8 @@ class ForwardBackward:
                 max_seqlen_q=micro.max_seqlen,
                 max_seqlen_kv=micro.max_seqlen,
             )
-            output = chunk(tensors["tokens"], tensors["position_ids"], None, packed_seq_params=packed)
+            with self._model.without_head():
+                output = chunk(tensors["tokens"], tensors["position_ids"], None, packed_seq_params=packed)
             return output, functools.partial(finish, tensors)
 
         result: list[Any] = get_forward_backward_func()(
@@ -172,47 +182,72 @@ class ForwardBackward:
     def _column_dtype(self) -> torch.dtype:
         return torch.float64 if self._model.dtype == torch.float64 else torch.float32
 
-    def _token_log_probs(
-        self, tensors: MicroBatchTensors, output: torch.Tensor, **options: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_log_probs(
-            output[0],
-            tensors["labels"],
-            temperature=self._temperature,
-            group=self._model.parallel.tp_group,
-            vocab_size=self._model.vocab_size,
-            **options,
-        )
+    def _selected(self, output: torch.Tensor, tensors: MicroBatchTensors) -> torch.Tensor:
+        """Hidden states ``[selected, hidden]`` at the positions that predict a response token.
+
+        The same on all tensor-parallel ranks, whose gradients are summed on the way back.
+        """
+        hidden, parallel = output[0], self._model.parallel
+        if self._settings.parallel.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=parallel.tp_group
+            )
+        elif parallel.tp_size > 1:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=parallel.tp_group)
+        return hidden.index_select(0, tensors["selected"])
+
+    @property
+    def _head_options(self) -> dict[str, Any]:
+        return {
+            "temperature": self._temperature,
+            "group": self._model.parallel.tp_group,
+            "vocab_size": self._model.vocab_size,
+        }
 
     def _log_probs_of(
         self, tensors: MicroBatchTensors, output: torch.Tensor, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return tensors["targets"], self._token_log_probs(tensors, output, with_entropy=False)[0]
+        hidden, at = self._selected(output, tensors), tensors["selected"]
+        log_probs, _entropy = head_log_probs(
+            hidden, self._model.head_weight, tensors["labels"][at], with_entropy=False, **self._head_options
+        )
+        return tensors["targets"][at], log_probs
 
     def _loss_of(
         self, tensors: MicroBatchTensors, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        settings = self._settings.algorithm
-        # Nothing reads the logits after this, so their memory may take the gradient.
-        log_probs, entropy = self._token_log_probs(
-            tensors, output, entropy_grad=settings.entropy_coef != 0, overwrite_logits=True
+        settings, at = self._settings.algorithm, tensors["selected"]
+        hidden, weight, labels = self._selected(output, tensors), self._model.head_weight, tensors["labels"][at]
+        columns = {name: tensors[name][at] for name in COLUMNS if name in tensors}
+        documents = Documents(
+            tensors["documents"][at], len(tensors["cu_seqlens"]) - 1, self._model.parallel.cp_group
         )
-        loss, sums = policy_loss(
-            log_probs,
-            entropy,
-            weights=tensors["weights"],
-            mask=tensors["mask"],
-            advantages=tensors["advantages"],
-            rollout_log_probs=tensors["rollout_log_probs"],
-            old_log_probs=tensors.get("old_log_probs"),
-            ref_log_probs=tensors.get("ref_log_probs"),
-            documents=Documents(tensors["documents"], len(tensors["cu_seqlens"]) - 1, self._model.parallel.cp_group),
-            objective=self._objective,
-            settings=settings,
-        )
-        names = self._reduced_names
+        if settings.loss_type in LOSSES and not settings.sequence_ratio:
+            sums = _Sums(self._reduced_names)
+
+            def loss_of(rows: slice, log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+                loss, found = policy_loss(
+                    log_probs,
+                    entropy,
+                    **{name: column[rows] for name, column in columns.items()},
+                    objective=self._objective,
+                    settings=settings,
+                )
+                sums.add(found)
+                return loss
+
+            loss = head_loss(hidden, weight, labels, loss_of, **self._head_options)
+            total = sums.total()
+        else:  # a loss that may look at all tokens of a response
+            log_probs, entropy = head_log_probs(
+                hidden, weight, labels, entropy_grad=settings.entropy_coef != 0, **self._head_options
+            )
+            loss, found = policy_loss(
+                log_probs, entropy, **columns, documents=documents, objective=self._objective, settings=settings
+            )
+            total = torch.stack([found[n] for n in self._reduced_names])
         # The second value is megatron's token count; the weights hold the normalisation already (see _finalize).
-        return loss, torch.ones((), dtype=torch.int, device=loss.device), torch.stack([sums[n] for n in names])
+        return loss, torch.ones((), dtype=torch.int, device=loss.device), total
 
     # ------------------------------------------------------------------ metrics
 
@@ -236,6 +271,27 @@ class ForwardBackward:
         values = dict(zip(names, total.tolist(), strict=True))
         tokens = max(values["tokens"], 1.0)
         return {name: value / tokens if name in MEANS else value for name, value in values.items()}
+
+
+class _Sums:
+    """Metrics of the chunks of a micro-batch, put together: those of :data:`MAXIMA` by the largest, others by the sum.
+
+    Args:
+        names: in the order of the result.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+        self._chunks: list[torch.Tensor] = []
+
+    def add(self, metrics: Mapping[str, torch.Tensor]) -> None:
+        self._chunks.append(torch.stack([metrics[name] for name in self._names]))
+
+    def total(self) -> torch.Tensor:
+        """float64 ``[names]``."""
+        stacked = torch.stack(self._chunks)
+        largest = torch.tensor([name in MAXIMA for name in self._names], device=stacked.device)
+        return torch.where(largest, stacked.amax(0), stacked.sum(0))
 
 
 def update_weights(optimizer: Optimizer) -> StepResult | None:

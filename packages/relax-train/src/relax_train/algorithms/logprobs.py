@@ -8,10 +8,13 @@ a decode batch of nothing but top-k 1 requests is scored at temperature 1 whatev
 ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` in the environment of the server scores at temperature 1.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from relax_train.backend.device import fuses
 
 CHUNK_ELEMENTS = 1 << 25
 """Logits that are widened to the compute type at a time: 128 MiB in float32, whatever the length of the micro-batch."""
@@ -67,45 +70,80 @@ def token_log_probs(  # noqa: PLR0913  # tensors and switches of one kernel
     """
     assert logits.dim() == 2, logits.shape
     assert labels.shape == logits.shape[:1], (logits.shape, labels.shape)
-    if group is not None and dist.get_world_size(group) == 1:
-        group = None
     assert with_entropy or not entropy_grad
-    start = 0 if group is None else dist.get_rank(group) * logits.shape[1]
-    width = logits.shape[1] if vocab_size is None else min(max(vocab_size - start, 0), logits.shape[1])
-    log_probs, entropy = _TokenLogProbs.apply(
-        logits, labels, temperature, group, start, width, entropy_grad, overwrite_logits, with_entropy
-    )
+    scoring = Scoring.of(logits.shape[1], temperature, group, vocab_size)
+    log_probs, entropy = _TokenLogProbs.apply(logits, labels, scoring, entropy_grad, overwrite_logits, with_entropy)
     return log_probs, entropy if entropy_grad else entropy.detach()
 
 
-class _TokenLogProbs(torch.autograd.Function):
-    """See :func:`token_log_probs`. ``start``: first id of this rank's slice; ``width``: its columns without padding."""
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How rows of logits are scored: one rank's slice of a vocabulary, and the temperature.
 
-    @staticmethod
-    def forward(  # noqa: PLR0913  # tensors and switches of one kernel
-        ctx: Any,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        temperature: float,
-        group: "dist.ProcessGroup | None",
-        start: int,
-        width: int,
-        entropy_grad: bool,
-        overwrite: bool,
-        with_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        n, wide = logits.shape[0], _compute_type(logits)
-        # Per row of this slice, x = logits / temperature: log sum exp(x); sum p log p with p = softmax over the slice;
-        # x[label], 0 where the label lies elsewhere.
+    Attributes:
+        temperature: positive divisor of the logits.
+        group: tensor-parallel group that the vocabulary is cut over; None when it is whole.
+        start: first id of this rank's slice.
+        width: columns of the slice that are no padding.
+    """
+
+    temperature: float
+    group: "dist.ProcessGroup | None"
+    start: int
+    width: int
+
+    @classmethod
+    def of(
+        cls, columns: int, temperature: float, group: "dist.ProcessGroup | None", vocab_size: int | None
+    ) -> "Scoring":
+        """The scoring of a slice of that many columns; ``vocab_size`` is the real size, None without padding."""
+        if group is not None and dist.get_world_size(group) == 1:
+            group = None
+        start = 0 if group is None else dist.get_rank(group) * columns
+        width = columns if vocab_size is None else min(max(vocab_size - start, 0), columns)
+        return cls(temperature, group, start, width)
+
+    def forward(
+        self, logits: torch.Tensor, labels: torch.Tensor, *, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gives log-probabilities, entropies and ``log sum exp`` of rows, ``[rows]`` each, equal on all ranks."""
+        log_z, p_log_p, chosen = self._slice(logits, labels, with_entropy)
+        if self.group is not None:
+            # With z of the whole vocabulary, a slice's part of sum p log p is exp(log_z - z) (p_log_p + log_z - z).
+            top = log_z.clone()
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.group)
+            # A slice of padding: no overflow; exp() of it is 0 all the same.
+            shift = (log_z - top).clamp_min(_NO_PROBABILITY)
+            share = shift.exp()
+            sums = torch.stack([share, share * (p_log_p + shift), chosen])
+            dist.all_reduce(sums, group=self.group)
+            log_sum = sums[0].log()
+            log_z, chosen = top + log_sum, sums[2]
+            p_log_p = sums[1] / sums[0] - log_sum
+        entropy = -p_log_p if with_entropy else torch.zeros_like(p_log_p)
+        return chosen - log_z, entropy, log_z
+
+    def _slice(
+        self, logits: torch.Tensor, labels: torch.Tensor, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of each row of this slice, with x = logits / temperature: log sum exp(x); sum p log p with p = softmax over
+        the slice; x[label], 0 where the label lies elsewhere.
+        """
+        n, wide, width = logits.shape[0], _compute_type(logits), self.width
         log_z = torch.full((n,), torch.finfo(wide).min, dtype=wide, device=logits.device)
         p_log_p, chosen = (torch.zeros(n, dtype=wide, device=logits.device) for _ in range(2))
-        column, here = _local_columns(labels, start, width)
+        if width == 0 or n == 0:
+            return log_z, p_log_p, chosen
+        column, here = _local_columns(labels, self.start, width)
+        if fuses(logits):
+            from relax_train.kernels import softmax
+
+            chosen = logits.gather(1, column[:, None]).squeeze(1).to(wide).div_(self.temperature)
+            return *softmax.statistics(logits, width, self.temperature), chosen.masked_fill_(~here, 0)
         for rows in _chunks(n, logits.shape[1]):
-            if width == 0:
-                break
             x = logits[rows, :width]
-            if temperature != 1:
-                x = x.to(wide, copy=True).div_(temperature)
+            if self.temperature != 1:
+                x = x.to(wide, copy=True).div_(self.temperature)
             # The likeliest entry loses least in the difference.
             top, at = x.max(1, keepdim=True)
             # A slice of nothing but -inf has no softmax; its share of the vocabulary is 0.
@@ -115,32 +153,37 @@ class _TokenLogProbs(torch.autograd.Function):
             if with_entropy:
                 log_p.clamp_min_(_NO_PROBABILITY)
                 p_log_p[rows] = torch.linalg.vecdot(log_p.exp(), log_p)
-        if group is not None:
-            # With z of the whole vocabulary, a slice's part of sum p log p is exp(log_z - z) (p_log_p + log_z - z).
-            top = log_z.clone()
-            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            shift = (log_z - top).clamp_min(
-                _NO_PROBABILITY
-            )  # a slice of padding: no overflow; exp() of it is 0 all the same
-            share = shift.exp()
-            sums = torch.stack([share, share * (p_log_p + shift), chosen])
-            dist.all_reduce(sums, group=group)
-            log_sum = sums[0].log()
-            log_z, chosen = top + log_sum, sums[2]
-            p_log_p = sums[1] / sums[0] - log_sum
-        entropy = -p_log_p if with_entropy else torch.zeros_like(p_log_p)
-        ctx.save_for_backward(logits, labels, log_z, entropy)
-        ctx.plan = (temperature, start, width, entropy_grad, overwrite)
-        return chosen - log_z, entropy
+        return log_z, p_log_p, chosen
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, labels, log_z, entropy = ctx.saved_tensors
-        temperature, start, width, entropy_grad, overwrite = ctx.plan
-        grad_log_prob, grad_entropy = grads
-        out = logits.detach() if overwrite else torch.empty_like(logits)
-        wide = _compute_type(logits)
-        column, here = _local_columns(labels, start, width)
+    def backward(  # noqa: PLR0913  # columns of the same rows
+        self,
+        logits: torch.Tensor,
+        out: torch.Tensor,
+        labels: torch.Tensor,
+        log_z: torch.Tensor,
+        grad_log_prob: torch.Tensor,
+        entropy: torch.Tensor,
+        grad_entropy: torch.Tensor | None,
+    ) -> None:
+        """Writes the gradient of the logits into ``out``, which may be their own memory.
+
+        Args:
+            log_z: what :meth:`forward` gave for these rows; ``entropy`` likewise.
+            grad_log_prob: ``[rows]``, of the log-probabilities.
+            grad_entropy: ``[rows]``; None when nothing flows from the entropy.
+        """
+        wide, width, temperature = _compute_type(logits), self.width, self.temperature
+        column, here = _local_columns(labels, self.start, width)
+        if fuses(logits) and width and len(labels):
+            from relax_train.kernels import softmax
+
+            own = None if grad_entropy is None else entropy.contiguous()
+            flow = None if grad_entropy is None else grad_entropy.contiguous()
+            softmax.write_gradient(
+                logits, out, column.masked_fill(~here, -1), log_z, grad_log_prob.contiguous(),
+                width=width, temperature=temperature, entropy=own, grad_entropy=flow,
+            )  # fmt: skip
+            return
         for rows in _chunks(logits.shape[0], logits.shape[1]):
             g = grad_log_prob[rows, None]
             # d log p[label] / d x = onehot - p;   d H / d x = -p (log p + H).
@@ -151,7 +194,7 @@ class _TokenLogProbs(torch.autograd.Function):
             at_label = log_p.gather(1, column[rows, None]) if width else log_p
             factor = -g
             label_factor = factor
-            if entropy_grad:
+            if grad_entropy is not None:
                 h, h_grad = entropy[rows, None], grad_entropy[rows, None]
                 factor = factor - h_grad * (log_p + h)
                 label_factor = label_factor - h_grad * (at_label + h)
@@ -162,7 +205,33 @@ class _TokenLogProbs(torch.autograd.Function):
                 at = column[rows, None]
                 out[rows].scatter_(1, at, label.to(out.dtype).where(here[rows, None], out[rows].gather(1, at)))
             out[rows, width:] = 0
-        return out, None, None, None, None, None, None, None, None
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """See :func:`token_log_probs`."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913  # tensors and switches of one kernel
+        ctx: Any,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        scoring: Scoring,
+        entropy_grad: bool,
+        overwrite: bool,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs, entropy, log_z = scoring.forward(logits, labels, with_entropy=with_entropy)
+        ctx.save_for_backward(logits, labels, log_z, entropy)
+        ctx.plan = (scoring, entropy_grad, overwrite)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, labels, log_z, entropy = ctx.saved_tensors
+        scoring, entropy_grad, overwrite = ctx.plan
+        out = logits.detach() if overwrite else torch.empty_like(logits)
+        scoring.backward(logits, out, labels, log_z, grads[0], entropy, grads[1] if entropy_grad else None)
+        return out, None, None, None, None, None
 
 
 def _compute_type(logits: torch.Tensor) -> torch.dtype:

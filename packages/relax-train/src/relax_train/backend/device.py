@@ -1,5 +1,7 @@
 """Device of the trainer: CUDA, or the CPU; dtypes and devices that follow from it."""
 
+import functools
+import importlib.util
 import os
 import sys
 from typing import Any
@@ -24,6 +26,16 @@ def local_device(local_rank: int = 0) -> torch.device:
     index = local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def fuses(tensor: torch.Tensor) -> bool:
+    """True for a tensor that the kernels of :mod:`relax_train.kernels` take: on CUDA, half or single precision."""
+    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float32) and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def default_dtype(bf16: bool | None) -> torch.dtype:

@@ -18,13 +18,18 @@ row, before context parallelism. Each document is padded to a multiple of ``2 * 
 :func:`relax_train.models.context_parallel.zigzag_positions` says which positions a rank holds, and the row of a rank to
 a multiple of TP with sequence parallelism. Without ``labels`` the last stage returns logits
 ``[1, tokens, padded_vocab_size / tp]``, cut over the tensor-parallel ranks by vocabulary; columns beyond ``vocab_size``
-hold :data:`PADDING_LOGIT`, so that a softmax ignores them.
+hold :data:`PADDING_LOGIT`, so that a softmax ignores them. Inside ``with model.without_head():`` it returns what the
+output layer would have been given: hidden states ``[1, tokens, hidden]`` (with sequence parallelism this rank's part of
+the tokens), for :mod:`relax_train.algorithms.output_head`, which needs ``model.head_weight`` with them.
 
 Gradients are sums: with ``calculate_per_token_loss`` megatron adds up what ``loss_func`` returns first over
 micro-batches, data- and context-parallel ranks, and divides by the sum of what it returns second.
 """
 
+import contextlib
 import dataclasses
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -77,6 +82,26 @@ class Model:
     def gpt(self) -> list[GPTModel]:
         """The chunks without their DDP wrapper."""
         return [chunk.module if self.trainable else chunk for chunk in self.chunks]
+
+    @property
+    def head_weight(self) -> torch.nn.Parameter:
+        """Weight of the output layer, on the last stage: ``[padded_vocab_size / tp, hidden]``."""
+        last = self.gpt[-1]
+        weight = last.shared_embedding_or_output_weight() if self.tied else last.output_layer.weight
+        assert isinstance(weight, torch.nn.Parameter)
+        return weight
+
+    @contextlib.contextmanager
+    def without_head(self) -> Iterator[None]:
+        """Inside, the last stage returns hidden states in place of logits."""
+        layers = [gpt.output_layer for gpt in self.gpt if gpt.post_process]
+        for layer in layers:
+            layer.skipped = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.skipped = False
 
     @property
     def vocab_size(self) -> int:
@@ -198,9 +223,15 @@ def _mask_padding(layer: torch.nn.Module, padding: int) -> None:
     """Makes the output layer give its last ``padding`` local columns :data:`PADDING_LOGIT`."""
 
     def hook(_: torch.nn.Module, __: Any, output: Any) -> None:
-        output[0][..., -padding:] = PADDING_LOGIT  # in place: logits are the largest tensor there is
+        if not layer.skipped:
+            output[0][..., -padding:] = PADDING_LOGIT  # in place: logits are the largest tensor there is
 
     layer.register_forward_hook(hook)
+
+
+def _head(layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Forward pass of the output layer: its logits, or ``hidden`` itself while it is skipped."""
+    return (hidden, None) if layer.skipped else type(layer).forward(layer, hidden, *args, **kwargs)
 
 
 def build_model(
@@ -237,6 +268,9 @@ def build_model(
             share_embeddings_and_output_weights=shape.tied,
         ).to(parallel.device)
         use_grouped_products(gpt)
+        if parallel.is_last_stage:
+            gpt.output_layer.skipped = False
+            gpt.output_layer.forward = functools.partial(_head, gpt.output_layer)
         if parallel.is_last_stage and padded > vocab and parallel.tp_rank == parallel.tp_size - 1:
             _mask_padding(gpt.output_layer, padded - vocab)
         chunk: Any = gpt

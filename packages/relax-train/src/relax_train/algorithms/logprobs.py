@@ -126,8 +126,9 @@ class Scoring:
     def _slice(
         self, logits: torch.Tensor, labels: torch.Tensor, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each row of this slice, with x = logits / temperature: log sum exp(x); sum p log p with p = softmax over
-        the slice; x[label], 0 where the label lies elsewhere.
+        """Gives for each row of this slice three numbers of x = logits / temperature.
+
+        They are log sum exp(x), sum p log p with p = softmax over the slice, and x[label], 0 where that lies elsewhere.
         """
         n, wide, width = logits.shape[0], _compute_type(logits), self.width
         log_z = torch.full((n,), torch.finfo(wide).min, dtype=wide, device=logits.device)
@@ -155,7 +156,7 @@ class Scoring:
                 p_log_p[rows] = torch.linalg.vecdot(log_p.exp(), log_p)
         return log_z, p_log_p, chosen
 
-    def backward(  # noqa: PLR0913  # columns of the same rows
+    def backward(  # columns of the same rows
         self,
         logits: torch.Tensor,
         out: torch.Tensor,
@@ -211,7 +212,7 @@ class _TokenLogProbs(torch.autograd.Function):
     """See :func:`token_log_probs`."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913  # tensors and switches of one kernel
+    def forward(  # tensors and switches of one kernel
         ctx: Any,
         logits: torch.Tensor,
         labels: torch.Tensor,

@@ -3,10 +3,10 @@
 The output layer is multiplied with a number of tokens at a time (:data:`CHUNK_BYTES` of logits), at the positions that
 are asked for and no others. What is kept for the backward pass is of the size of the hidden states.
 
-:func:`head_log_probs` gives log-probabilities like :func:`relax_train.algorithms.logprobs.token_log_probs`; its backward
-pass computes the logits a second time. :func:`head_loss` is for a loss that is a sum over tokens: each chunk's loss is
-differentiated while its logits are there, so that nothing is computed twice (the idea of liger-kernel's fused linear
-cross-entropy, arXiv 2410.10989 section 3.2, for any such loss).
+:func:`head_log_probs` gives log-probabilities like :func:`relax_train.algorithms.logprobs.token_log_probs`; its
+backward pass computes the logits a second time. :func:`head_loss` is for a loss that is a sum over tokens: each chunk's
+loss is differentiated while its logits are there, so that nothing is computed twice (the idea of liger-kernel's fused
+linear cross-entropy, arXiv 2410.10989 section 3.2, for any such loss).
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from relax_train.algorithms.logprobs import Scoring
+from relax_train.backend.device import add_product
 
 CHUNK_BYTES = 1 << 30
 """Logits that are in memory at a time."""
@@ -58,7 +59,7 @@ def head_log_probs(  # noqa: PLR0913  # tensors and switches of one kernel
     return log_probs, entropy if entropy_grad else entropy.detach()
 
 
-def head_loss(  # noqa: PLR0913  # tensors and switches of one kernel
+def head_loss(  # tensors and switches of one kernel
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
@@ -88,7 +89,7 @@ class _HeadLogProbs(torch.autograd.Function):
     """See :func:`head_log_probs`."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913  # tensors and switches of one kernel
+    def forward(  # tensors and switches of one kernel
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -174,22 +175,6 @@ class _WeightGradient:
     def result(self) -> torch.Tensor | None:
         """What is left for autograd to add: nothing when the buffer has it."""
         return self._total.to(self._dtype) if self._own else None
-
-
-def add_product(total: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor) -> None:
-    """Adds ``grad.T @ inputs`` to ``total``, which may be wider than the two: one kernel on CUDA, rounded once.
-
-    Args:
-        total: ``[out, in]``.
-        grad: ``[rows, out]``.
-        inputs: ``[rows, in]``.
-    """
-    if total.dtype == grad.dtype:
-        total.addmm_(grad.t(), inputs)
-    elif grad.is_cuda and total.dtype == torch.float32:
-        torch.addmm(total, grad.t(), inputs, out_dtype=torch.float32, out=total)
-    else:
-        total.add_(grad.t() @ inputs)
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:

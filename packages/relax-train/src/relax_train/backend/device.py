@@ -38,6 +38,36 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def add_product(total: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor) -> None:
+    """Adds ``grad.T @ inputs`` to ``total``, which may be wider than the two: one kernel on CUDA, rounded once.
+
+    Args:
+        total: ``[out, in]``.
+        grad: ``[rows, out]``.
+        inputs: ``[rows, in]``.
+    """
+    if total.dtype == grad.dtype:
+        total.addmm_(grad.t(), inputs)
+    elif grad.is_cuda and total.dtype == torch.float32 and accumulates_products():
+        torch.addmm(total, grad.t(), inputs, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(grad.t() @ inputs)
+
+
+@functools.cache
+def accumulates_products() -> bool:
+    """Whether this device adds a product of bfloat16 matrices to a float32 matrix in one kernel."""
+    if not has_cuda():
+        return False
+    half = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
+    total = torch.ones(16, 16, device="cuda")
+    try:
+        torch.addmm(total, half, half, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):  # an older torch or card
+        return False
+    return bool((total == 17).all())
+
+
 def default_dtype(bf16: bool | None) -> torch.dtype:
     """Dtype of parameters and activations for ``--bf16``; None is bfloat16 on CUDA and float32 on CPU."""
     if bf16 is None:

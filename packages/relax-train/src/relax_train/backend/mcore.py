@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from relax_train.backend.device import before_megatron
+from relax_train.backend.device import add_product, before_megatron
 
 before_megatron()
 
@@ -57,14 +57,18 @@ with warnings.catch_warnings(), _without("wandb"):
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import layers as megatron_layers
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 VERSION: str = megatron_core.__version__
@@ -115,8 +119,24 @@ def _replace_slow_fallbacks() -> None:
         clip_grads.multi_tensor_scale_impl = _scale
 
 
+class _WeightGradient:
+    """Stands for apex's ``fused_weight_gradient_mlp_cuda``."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: torch.Tensor, grad: torch.Tensor, total: torch.Tensor) -> None:
+        add_product(total, grad, inputs)
+
+
+def _define_gradient_accumulation() -> None:
+    # A matrix product that adds to the float32 buffer: without it each gradient is written, read, and added.
+    if not megatron_layers._grad_accum_fusion_available:
+        megatron_layers._grad_accum_fusion_available = True
+        megatron_layers.fused_weight_gradient_mlp_cuda = _WeightGradient
+
+
 _define_missing_names()
 _replace_slow_fallbacks()
+_define_gradient_accumulation()
 
 
 def to_torch_checkpoint(sharded_state: Any) -> Any:
@@ -126,6 +146,7 @@ def to_torch_checkpoint(sharded_state: Any) -> Any:
 
 
 __all__ = [
+    "MLP",
     "TESTED_VERSIONS",
     "VERSION",
     "AttnMaskType",
@@ -141,9 +162,11 @@ __all__ = [
     "OptimizerParamScheduler",
     "PackedSeqParams",
     "ProcessGroupCollection",
+    "SelfAttention",
     "SequentialMLP",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "TransformerLayer",
     "dist_checkpointing",
     "finalize_model_grads",
     "get_forward_backward_func",

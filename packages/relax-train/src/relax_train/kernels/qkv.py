@@ -13,7 +13,7 @@ TOKENS = 32
 
 
 @triton.jit
-def _forward(
+def _forward(  # noqa: PLR0913  # tensors of one kernel
     mixed,
     query,
     key,
@@ -61,7 +61,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _backward(  # noqa: PLR0913  # tensors of one kernel
     mixed,
     grad_query,
     grad_key,

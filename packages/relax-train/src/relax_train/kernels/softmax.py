@@ -53,7 +53,7 @@ def statistics(logits: torch.Tensor, width: int, temperature: float) -> tuple[to
 
 
 @triton.jit
-def _gradient(
+def _gradient(  # noqa: PLR0913  # tensors of one kernel
     logits,
     out,
     labels,

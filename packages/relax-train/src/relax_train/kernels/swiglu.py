@@ -19,7 +19,9 @@ def _forward(up, out, weights, size, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _backward(grad, up, weights, grad_up, grad_weights, size, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+def _backward(  # noqa: PLR0913  # tensors of one kernel
+    grad, up, weights, grad_up, grad_weights, size, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size

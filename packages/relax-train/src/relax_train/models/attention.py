@@ -256,6 +256,15 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group, self.softmax_scale, self.rope = groups.cp, softmax_scale, rope
+        self.rotated = False  # whether queries and keys come rotated (relax_train.models.fused)
+
+    def tables(
+        self, packed: PackedSeqParams, tokens: int, dim: int, like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines ``[tokens, 1, dim]`` of the tokens that this rank holds, at least in float32."""
+        assert self.rope is not None
+        plan = _plan(packed, self.cp_group.size(), self.cp_group.rank(), like.device)
+        return plan.rotary(tokens, dim, self.rope, torch.promote_types(like.dtype, torch.float32))
 
     def forward(
         self,
@@ -280,9 +289,8 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params is not None, "the model takes packed sequences only: pass packed_seq_params"
         tokens, cp = query.size(0), self.cp_group.size()
         plan = _plan(packed_seq_params, cp, self.cp_group.rank(), query.device)
-        if self.rope is not None:
-            wide = torch.promote_types(query.dtype, torch.float32)
-            tables = plan.rotary(tokens, query.size(-1), self.rope, wide)
+        if self.rope is not None and not self.rotated:
+            tables = self.tables(packed_seq_params, tokens, query.size(-1), query)
             query, key = rotate(query, *tables), rotate(key, *tables)
         if cp > 1:
             key, value = (

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from relax_train.backend.device import default_dtype, has_cuda
+from relax_train.backend.device import accumulates_products, default_dtype, has_cuda
 from relax_train.backend.device_context import DeviceContext
 from relax_train.backend.mcore import (
     DistributedDataParallel,
@@ -46,10 +46,12 @@ from relax_train.backend.mcore import (
 from relax_train.backend.parallel import ParallelState
 from relax_train.models.architectures import model_shape
 from relax_train.models.experts import use_grouped_products
+from relax_train.models.fused import Remake, fuse
 from relax_train.models.layers import stage_spec
 from relax_train.models.shape import ModelShape
 from relax_train.settings import TrainSettings
 from relax_train.settings.model import read_hf_config
+from relax_train.settings.parallel import ParallelSettings
 
 PADDING_LOGIT = -1e30
 """Logit of vocabulary entries that exist only to make the vocabulary divisible; its softmax is exactly 0."""
@@ -168,6 +170,42 @@ def _moe_options(shape: ModelShape) -> dict[str, Any]:
     }
 
 
+MEGATRONS_MODULES = ("core_attn", "mlp", "moe")
+"""What megatron-core recomputes itself, of ``--recompute-modules``."""
+
+
+def _recompute_options(options: ParallelSettings) -> dict[str, Any]:
+    """What megatron-core recomputes: chunks of several layers, and modules; the rest is ours (:func:`_fuse`)."""
+    if options.recompute_granularity == "full" and not _recomputes_by_layer(options):
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": options.recompute_method,
+            "recompute_num_layers": options.recompute_num_layers,
+        }
+    modules = [name for name in options.recomputed_modules if name in MEGATRONS_MODULES]
+    return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
+
+
+def _recomputes_by_layer(options: ParallelSettings) -> bool:
+    """Whether layers are recomputed one by one, as this package does it; else megatron-core does, by the chunk."""
+    return options.recompute_method == "block" or options.recompute_num_layers == 1
+
+
+def _fuse(gpt: GPTModel, options: ParallelSettings, layers: int) -> None:
+    modules, whole = options.recomputed_modules, 0
+    if options.recompute_granularity == "full" and _recomputes_by_layer(options):
+        whole = layers if options.recompute_method == "uniform" else options.recompute_num_layers or 0
+    fuse(
+        gpt,
+        Remake(
+            norms="layernorm" in modules,
+            activations="mlp_act" in modules,
+            expert_activations="moe_act" in modules,
+        ),
+        recomputed_layers=whole,
+    )
+
+
 def transformer_config(settings: TrainSettings, parallel: ParallelState, shape: ModelShape) -> TransformerConfig:
     """megatron-core's configuration of the model."""
     options, dtype = settings.parallel, default_dtype(settings.model.bf16)
@@ -202,9 +240,7 @@ def transformer_config(settings: TrainSettings, parallel: ParallelState, shape: 
         # Although every weight comes from a checkpoint: megatron marks how a weight is cut while it initialises it.
         perform_initialization=True,
         use_cpu_initialization=not has_cuda(),
-        recompute_granularity=options.recompute_granularity,
-        recompute_method=options.recompute_method,
-        recompute_num_layers=options.recompute_num_layers,
+        **_recompute_options(options),
         # "allgather" refuses sequences of varying length, also in a dense model.
         moe_token_dispatcher_type="alltoall",
         # Fused kernels of apex and TransformerEngine.
@@ -212,7 +248,7 @@ def transformer_config(settings: TrainSettings, parallel: ParallelState, shape: 
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=dtype == torch.bfloat16 and accumulates_products(),
         persist_layer_norm=False,
         cross_entropy_loss_fusion=False,
         **_moe_options(shape),
@@ -268,6 +304,7 @@ def build_model(
             share_embeddings_and_output_weights=shape.tied,
         ).to(parallel.device)
         use_grouped_products(gpt)
+        _fuse(gpt, settings.parallel, per_stage)
         if parallel.is_last_stage:
             gpt.output_layer.skipped = False
             gpt.output_layer.forward = functools.partial(_head, gpt.output_layer)

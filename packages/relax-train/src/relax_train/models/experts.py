@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from relax_train.backend.mcore import SequentialMLP
+from relax_train.models.fused import keep_recipe_of, swiglu
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -41,9 +42,9 @@ def _forward(
         return result
     ends = tokens_per_expert.to(device=hidden.device, dtype=torch.int32, non_blocking=True).cumsum(0).int()
     up = _GroupedLinear.apply(hidden, ends, *(e.linear_fc1.weight for e in experts.local_experts))
-    gate, linear = up.chunk(2, dim=-1)
-    inner = (F.silu(gate) * linear * probs.unsqueeze(-1)).to(hidden.dtype)
-    return _GroupedLinear.apply(inner, ends, *(e.linear_fc2.weight for e in experts.local_experts)), None
+    inner = swiglu(up, probs, remake=getattr(experts, "_relax_remake", False))
+    with keep_recipe_of(inner):
+        return _GroupedLinear.apply(inner, ends, *(e.linear_fc2.weight for e in experts.local_experts)), None
 
 
 def use_grouped_products(model: torch.nn.Module) -> None:

@@ -6,6 +6,12 @@ from typing import Any, ClassVar, Literal
 
 from relax_data.options import LARGEST_COUNT, Settings, flag, option
 
+RecomputeModule = Literal["layernorm", "mlp_act", "moe_act", "core_attn", "mlp", "moe"]
+"""A part of a layer that can be recomputed by itself; Megatron's names, and ``mlp_act`` beside its ``moe_act``."""
+
+CHEAP_TO_RECOMPUTE: tuple[RecomputeModule, ...] = ("layernorm", "mlp_act", "moe_act")
+"""What is recomputed in one pass over memory."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelSettings(Settings):
@@ -29,7 +35,9 @@ class ParallelSettings(Settings):
         False, "Split activations outside the matrices over the tensor-parallel ranks too; needs TP > 1."
     )
     recompute_granularity: Literal["full", "selective"] | None = option(
-        None, "Recompute activations in the backward pass: whole layers (full) or attention only (selective)."
+        None,
+        "Recompute activations in the backward pass: whole layers (full), or the parts that --recompute-modules names "
+        "(selective).",
     )
     recompute_method: Literal["uniform", "block"] | None = option(
         None, "With full: every chunk of layers (uniform), or the first layers of a stage (block)."
@@ -37,9 +45,22 @@ class ParallelSettings(Settings):
     recompute_num_layers: int | None = option(
         None, "With full: layers in a chunk (uniform), or layers that are recomputed (block).", ge=1, le=LARGEST_COUNT
     )
+    recompute_modules: tuple[RecomputeModule, ...] = option(
+        (),
+        "With selective: what is recomputed. Of every layer the outputs of the norms (layernorm) and of SwiGLU "
+        "(mlp_act, moe_act), which cost next to nothing and are the default; the attention kernel (core_attn); the "
+        "whole MLP (mlp, moe).",
+    )
     optimizer_cpu_offload: bool = option(
         False, "Keep the optimizer's moments in host memory; each step passes them through the GPU piece by piece."
     )
+
+    @property
+    def recomputed_modules(self) -> tuple[RecomputeModule, ...]:
+        """``recompute_modules`` after its default; empty unless recomputation is selective."""
+        if self.recompute_granularity != "selective":
+            return ()
+        return self.recompute_modules or CHEAP_TO_RECOMPUTE
 
     @property
     def model_parallel_size(self) -> int:
@@ -71,6 +92,13 @@ class ParallelSettings(Settings):
             for name in ("recompute_method", "recompute_num_layers"):
                 if getattr(self, name) is not None:
                     found.append(f"{flag(name)} needs --recompute-granularity full; add it or remove {flag(name)}")
+        if self.recompute_modules and self.recompute_granularity != "selective":
+            found.append(
+                "--recompute-modules needs --recompute-granularity selective; add it or remove --recompute-modules"
+            )
+        for part, whole in (("mlp_act", "mlp"), ("moe_act", "moe")):
+            if {part, whole} <= set(self.recompute_modules):
+                found.append(f"--recompute-modules {part} has no effect beside {whole}, which recomputes it; remove it")
         return found
 
     def model_problems(self, hf_config: Mapping[str, Any], world_size: int) -> list[str]:

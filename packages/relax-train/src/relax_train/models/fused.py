@@ -199,8 +199,7 @@ def _qkv(layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     mixed, _ = layer.linear_qkv(hidden)
     tokens = mixed.shape[0]
     cos, sin = core.tables(packed, tokens, dim, mixed)
-    query_norm = None if layer.q_layernorm is None else layer.q_layernorm.weight
-    key_norm = None if layer.k_layernorm is None else layer.k_layernorm.weight
+    query_norm, key_norm = (getattr(norm, "weight", None) for norm in (layer.q_layernorm, layer.k_layernorm))
     query, key, value = _QKV.apply(
         mixed.view(tokens, -1),
         query_norm,

@@ -3,8 +3,9 @@
     python benchmarks/train_step.py                                      a tiny model on a CPU, to see that it runs
     python benchmarks/train_step.py --shapes 4b 0.6b moe 4b-32k          on a GPU
 
-Random weights in bfloat16 (float32 on a CPU). A row is ``--row-tokens`` packed tokens, most of them in responses of about
-1,000 tokens (or one sequence as long as the row, ``-32k``); a pass is ``--rows`` rows. The best of three passes counts.
+Random weights in bfloat16 (float32 on a CPU). A row is ``--row-tokens`` packed tokens, most of them in responses of
+about 1,000 tokens (or one sequence as long as the row, ``-32k``); a pass is ``--rows`` rows. The best of three passes
+counts.
 Ours has float32 gradients, the distributed optimizer with its state in memory, and the GRPO loss at response positions;
 transformers has its own cross-entropy at all positions, gradients in the type of the weights, and no optimizer.
 TFLOP/s count 6 x parameters that a token meets, so recomputation and attention are work that is not counted. "extra"
@@ -26,7 +27,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -117,6 +117,7 @@ def _step_of(folder, recompute, fused):  # type: ignore[no-untyped-def]
     from relax_train.algorithms import logprobs
     from relax_train.backend import device
     from relax_train.backend.parallel import setup_parallel, teardown_parallel
+    from relax_train.models import build
     from relax_train.models import fused as fused_layers
     from relax_train.models.build import build_model
     from relax_train.models.hf_mapping import load_hf_weights
@@ -124,6 +125,7 @@ def _step_of(folder, recompute, fused):  # type: ignore[no-untyped-def]
 
     for module in (logprobs, fused_layers, device):
         module.fuses = lambda tensor: fused and tensor.dtype in (torch.float32, torch.bfloat16)  # type: ignore[attr-defined]
+    build.adds_products = lambda _: fused
     settings = s.TrainSettings(
         model=s.ModelSettings(hf_checkpoint=str(folder), bf16=False),
         parallel=s.ParallelSettings(**recompute),

@@ -206,6 +206,11 @@ def _fuse(gpt: GPTModel, options: ParallelSettings, layers: int) -> None:
     )
 
 
+def adds_products(dtype: torch.dtype) -> bool:
+    """Whether the products that give gradients add to the float32 buffer themselves."""
+    return dtype == torch.bfloat16 and accumulates_products()
+
+
 def transformer_config(settings: TrainSettings, parallel: ParallelState, shape: ModelShape) -> TransformerConfig:
     """megatron-core's configuration of the model."""
     options, dtype = settings.parallel, default_dtype(settings.model.bf16)
@@ -248,7 +253,7 @@ def transformer_config(settings: TrainSettings, parallel: ParallelState, shape: 
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        gradient_accumulation_fusion=dtype == torch.bfloat16 and accumulates_products(),
+        gradient_accumulation_fusion=adds_products(dtype),
         persist_layer_norm=False,
         cross_entropy_loss_fusion=False,
         **_moe_options(shape),

@@ -193,7 +193,9 @@ def _qkv(layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """``get_query_key_value_tensors`` of self-attention; queries and keys come rotated when the kernel makes them."""
     core, packed = layer.core_attention, layer._relax_packed
     dim = layer.hidden_size_per_attention_head
-    core.rotated = bool(packed is not None and core.rope is not None and fuses(hidden) and dim in (16, 32, 64, 128, 256))
+    core.rotated = bool(
+        packed is not None and core.rope is not None and fuses(hidden) and dim in (16, 32, 64, 128, 256)
+    )
     if not core.rotated:
         return type(layer).get_query_key_value_tensors(layer, hidden, *args, **kwargs)
     mixed, _ = layer.linear_qkv(hidden)

@@ -150,9 +150,7 @@ def _step_of(folder, recompute, fused):  # type: ignore[no-untyped-def]
         oldest_versions=np.zeros(3, np.int64),
         names=["a", "b", "c"],
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    free_port()
     model = build_model(settings, setup_parallel(settings.parallel))
     load_hf_weights(model)
     runs = ForwardBackward(model, settings, temperature=0.8)
@@ -163,6 +161,13 @@ def _step_of(folder, recompute, fused):  # type: ignore[no-untyped-def]
     grads = {name: p.main_grad.clone() for name, p in model.gpt[0].named_parameters()}
     teardown_parallel()
     return grads, metrics
+
+
+def free_port() -> None:
+    """Lets the next process group of this process listen on a port that nobody has."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
 
 
 def check_models() -> None:
@@ -203,7 +208,65 @@ def check_models() -> None:
                     close(f"{name}, {choice}, gradient of {parameter}", grad, expected[parameter], 1e-4)
 
 
+def _kept(folder, layers):  # type: ignore[no-untyped-def]
+    """Bytes that a forward pass of that many layers keeps beside the weights, and the model's shape and its tokens."""
+    import torch
+    from relax_train import settings as s
+    from relax_train.backend.device_context import DeviceContext
+    from relax_train.backend.mcore import PackedSeqParams
+    from relax_train.backend.parallel import setup_parallel, teardown_parallel
+    from relax_train.models.build import build_model
+    from transformers import Qwen3Config
+
+    sizes = {"hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
+    Qwen3Config(vocab_size=96, num_hidden_layers=layers, head_dim=16, **sizes).save_pretrained(folder)  # type: ignore[arg-type]
+    settings = s.TrainSettings(model=s.ModelSettings(hf_checkpoint=folder, bf16=False))
+    free_port()
+    model = build_model(settings, setup_parallel(settings.parallel))
+    weights = {p.untyped_storage().data_ptr() for p in model.gpt[0].parameters()}
+    tokens, kept = 64, {}
+
+    def note(tensor):  # type: ignore[no-untyped-def]
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device=model.parallel.device)
+    cu = torch.tensor([0, tokens], dtype=torch.int32, device=model.parallel.device)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=tokens)
+    with DeviceContext(), model.without_head(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        out = model.chunks[0](ids, ids, None, packed_seq_params=packed)
+    found = sum(size for address, size in kept.items() if address not in weights)
+    assert out.requires_grad
+    shape = model.shape
+    teardown_parallel()
+    return found, shape, tokens
+
+
+def check_activations() -> None:
+    """A layer keeps about what the plan says."""
+    import tempfile
+
+    import torch
+    from relax_train.backend import device
+    from relax_train.models import fused
+    from relax_train.models.costs import Activations
+
+    class One:
+        tp = pp = cp = dp = ep = etp = expert_dp = 1
+
+    for module in (fused, device):
+        module.fuses = lambda tensor: tensor.dtype == torch.float32  # type: ignore[attr-defined]
+    with tempfile.TemporaryDirectory() as folder:
+        (three, shape, tokens), (one, *_) = _kept(folder, 3), _kept(folder, 1)
+    memory = Activations(shape=shape, sizes=One(), sequence_parallel=False, width=4)
+    ratio = (three - one) / 2 / (tokens * memory.layer("dense"))
+    # Norms and attention of the CPU keep an intermediate result each.
+    assert 0.95 < ratio < (1.1 if torch.cuda.is_available() else 1.25), ratio
+
+
 if __name__ == "__main__":
     check_all()
     check_models()
+    check_activations()
     print("all kernels agree")

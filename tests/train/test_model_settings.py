@@ -38,6 +38,11 @@ def test_the_recommended_layouts_have_no_problem() -> None:
         ({"recompute_granularity": "full"}, ["--recompute-method", "--recompute-num-layers"]),
         ({"recompute_granularity": "selective", "recompute_method": "uniform"}, ["--recompute-method needs"]),
         ({"recompute_num_layers": 2}, ["--recompute-num-layers needs"]),
+        ({"recompute_modules": ("mlp",)}, ["--recompute-modules needs --recompute-granularity selective"]),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ("mlp", "mlp_act")},
+            ["--recompute-modules mlp_act has no effect beside mlp"],
+        ),
         ({"expert_tensor_parallel_size": 0}, ["--expert-tensor-parallel-size must be 1 or more, not 0"]),
     ],
 )
@@ -56,6 +61,8 @@ def test_layouts_that_contradict_themselves(wrong: dict[str, Any], words: list[s
         ({"expert_model_parallel_size": 2}, DENSE, 2, ["--expert-model-parallel-size has no effect"]),
         ({"expert_tensor_parallel_size": 2}, DENSE, 2, ["--expert-tensor-parallel-size has no effect"]),
         ({"expert_model_parallel_size": 4}, MOE, 4, ["num_experts 6"]),
+        ({"recompute_granularity": "selective", "recompute_modules": ("moe",)}, DENSE, 1, ["moe has no effect"]),
+        ({"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, MOE, 1, ["mlp has no effect"]),
         ({"tensor_model_parallel_size": 2}, MOE, 2, ["needs --sequence-parallel"]),
         ({"expert_model_parallel_size": 2}, MOE, 3, ["EP x ETP x PP"]),
     ],

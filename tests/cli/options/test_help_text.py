@@ -15,7 +15,7 @@ memory-snapshot-dir memory-recorder
 micro-batch-size use-dynamic-batch-size max-tokens-per-gpu log-probs-max-tokens-per-gpu balance-data
 tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size expert-model-parallel-size
 expert-tensor-parallel-size sequence-parallel recompute-granularity recompute-method recompute-num-layers
-optimizer-cpu-offload
+recompute-modules optimizer-cpu-offload
 sglang-mem-fraction-static rollout-num-gpus-per-engine mm-processor-pool-size
 partial-rollout partial-rollout-max-aborted-count mask-offpolicy-in-partial-rollout
 prompt-data use-streaming-dataset streaming-buffer-size update-weight-buffer-size

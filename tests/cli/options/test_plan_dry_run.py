@@ -36,9 +36,9 @@ def plan(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 def row(text: str, name: str) -> str:
     """The value of one row of the plan."""
-    found = [line for line in text.splitlines() if line.startswith(f"  {name}  ")]
+    found = [line.strip() for line in text.splitlines() if line.strip().startswith(f"{name}  ")]
     assert len(found) == 1, (name, text)
-    return found[0].removeprefix(f"  {name}").strip()
+    return found[0].removeprefix(name).strip()
 
 
 @pytest.mark.parametrize("gpus_here", [0, 8])
@@ -54,6 +54,15 @@ def test_recommended_qwen3_4b(
     assert row(text, "recompute") == "full, uniform, 1 layers"
     assert row(text, "parameters") == "4.02 B"
     assert "of --sglang-mem-fraction-static 0.8 of the GPU" in row(text, "engine: weights")
+    # Bytes of a layer and token, on one of two ranks: four of the residual stream, queries thrice, keys and values
+    # twice, three of the MLP; while one layer runs backward it has half as much again. Selective keeps no norm and no SwiGLU.
+    stream, queries, keys, inner = 2560, 4096, 1024, 9728
+    running = 1.5 * (layer := 4 * stream + 3 * queries + 4 * keys + 3 * inner)
+    off, selective, full = (
+        f"{9216 * (36 * kept + running) / 1e9:.1f} GB" for kept in (layer, layer - 2 * stream - inner, stream)
+    )
+    assert row(text, "trainer: activations") == f"about {full} for 9216 tokens"
+    assert row(text, "with other recompute") == f"off {off}, selective {selective}"
 
 
 @pytest.mark.parametrize("gpus_here", [0, 8])
@@ -274,7 +283,7 @@ def test_a_plan_for_more_gpus_than_this_machine_has_says_so(
     [
         ("--rollout-batch-size 100000000", "at 5,000 tokens a second and engine this takes"),
         ("--num-gpus-per-node 8 --rollout-batch-size 100000000", "at 50,000 tokens a second and GPU this takes"),
-        ("--use-dynamic-batch-size --max-tokens-per-gpu 2000000000", "the logits of a micro-batch of --max-tokens"),
+        ("--use-dynamic-batch-size --max-tokens-per-gpu 2000000000", "the activations of a micro-batch of --max-tokens"),
     ],
 )
 def test_sizes_that_no_machine_holds_are_warned_of(workspace: Path, start: list[str], words: str, told: str) -> None:

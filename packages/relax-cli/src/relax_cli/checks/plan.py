@@ -7,13 +7,15 @@ from relax_data.options import flag
 from relax_train.checkpoint import manifest
 from relax_train.checkpoint.folders import CheckpointError
 from relax_train.models.architectures import model_shape
+from relax_train.models.costs import CHUNK_BYTES, Recompute
 from relax_train.models.shape import ModelShape
 from relax_train.settings.model import read_hf_config
+from relax_train.settings.parallel import CHEAP_TO_RECOMPUTE
 
 from relax_cli.checks.data_checks import data_rows
 from relax_cli.checks.file_checks import nothing_left
 from relax_cli.checks.lengths import context_lengths, micro_batch_tokens
-from relax_cli.checks.size_checks import bf16, logit_bytes
+from relax_cli.checks.size_checks import activations, bf16
 from relax_cli.checks.staleness_checks import most_open
 from relax_cli.cluster.placement import Placement
 from relax_cli.cluster.slots import slots_needed
@@ -171,6 +173,8 @@ def _parallel(config: RunConfig) -> Rows:
     recompute: str = parallel.recompute_granularity or "off"
     if parallel.recompute_method is not None:
         recompute += f", {parallel.recompute_method}, {parallel.recompute_num_layers} layers"
+    if parallel.recomputed_modules:
+        recompute += f": {' '.join(parallel.recomputed_modules)}"
     rows.append(("recompute", recompute))
     return [*rows, *_resumes(config, placement)]
 
@@ -283,9 +287,25 @@ def _trainer_memory(config: RunConfig, shape: ModelShape, placement: Placement) 
     rows = [("trainer: weights, gradients, optimizer", f"{_size(device)} a rank, activations come on top")]
     if host:
         rows.append(("trainer: optimizer on the host", f"{_size(host)} a rank"))
-    if (logits := logit_bytes(config, shape, placement)) is not None:
-        rows.append(("trainer: logits in float32", f"{_size(logits)} a micro-batch"))
-    return rows
+    tokens = config.train.batch.max_tokens_per_gpu
+    return rows if tokens is None else [*rows, *_activation_memory(config, shape, placement, tokens)]
+
+
+def _activation_memory(config: RunConfig, shape: ModelShape, placement: Placement, tokens: int) -> Rows:
+    """What a micro-batch of ``tokens`` takes, and would take with the other choices of ``--recompute-granularity``."""
+    memory, chosen = activations(config, shape, placement)
+    choices = {
+        "off": Recompute(),
+        "selective": Recompute(modules=CHEAP_TO_RECOMPUTE),
+        "full, uniform, 1 layers": Recompute(method="uniform", layers=1),
+    }
+    others = [f"{name} {_size(memory.of(tokens, choice))}" for name, choice in choices.items() if choice != chosen]
+    logits = min(tokens * shape.vocab * memory.width // placement.tp, CHUNK_BYTES)
+    return [
+        ("trainer: activations", f"about {_size(memory.of(tokens, chosen))} for {tokens} tokens"),
+        ("  with other recompute", ", ".join(others)),
+        ("trainer: logits", f"{_size(logits)} at a time"),
+    ]
 
 
 def _engine_memory(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows:

@@ -3,6 +3,7 @@
 import os
 
 from relax_train.models.architectures import model_shape
+from relax_train.models.costs import Activations, Recompute
 from relax_train.models.shape import ModelShape
 from relax_train.settings.model import read_hf_config
 
@@ -42,10 +43,12 @@ def bf16(config: RunConfig) -> bool:
     return config.placement is None or config.placement.device == "cuda" if chosen is None else chosen
 
 
-def logit_bytes(config: RunConfig, shape: ModelShape, placement: Placement) -> int | None:
-    """Bytes of the logits of a micro-batch on one rank, float32; None without a limit of its tokens."""
-    tokens = config.train.batch.max_tokens_per_gpu
-    return None if tokens is None else 4 * tokens * shape.vocab // placement.tp
+def activations(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[Activations, Recompute]:
+    """Memory of a micro-batch on one rank, and what of it is computed again (``--recompute-granularity``)."""
+    parallel, width = config.train.parallel, 2 if bf16(config) else 4
+    memory = Activations(shape=shape, sizes=placement, sequence_parallel=parallel.sequence_parallel, width=width)
+    method, layers = parallel.recompute_method, parallel.recompute_num_layers or 0
+    return memory, Recompute(method=method, layers=layers, modules=parallel.recomputed_modules)
 
 
 def _endless(config: RunConfig, placement: Placement) -> list[str]:
@@ -80,20 +83,22 @@ def _cache(config: RunConfig, shape: ModelShape, placement: Placement) -> list[s
 
 def _trainer(config: RunConfig, shape: ModelShape, placement: Placement) -> list[str]:
     device, _ = shape.training_bytes(placement, bf16=bf16(config), offload=config.train.parallel.optimizer_cpu_offload)
-    logits = logit_bytes(config, shape, placement) or 0
+    tokens = config.train.batch.max_tokens_per_gpu or 0
+    memory, chosen = activations(config, shape, placement)
+    kept = memory.of(tokens, chosen)
     room, whose = _room(placement)
     if placement.device == "cpu":
-        device, logits = device * placement.train_ranks, logits * placement.train_ranks
+        device, kept = device * placement.train_ranks, kept * placement.train_ranks
     found = []
     if device > room:
         fix = "raise the parallel sizes, or add --optimizer-cpu-offload" if placement.device == "cuda" else "use GPUs"
         found.append(
             f"weights, gradients and optimizer take {device / 1e9:,.0f} GB, and {whose} has {room / 1e9:,.0f}: {fix}"
         )
-    if logits > room:
+    if kept > room:
         found.append(
-            f"the logits of a micro-batch of --max-tokens-per-gpu {config.train.batch.max_tokens_per_gpu:,} take "
-            f"{logits / 1e9:,.0f} GB, and {whose} has {room / 1e9:,.0f}: lower it"
+            f"the activations of a micro-batch of --max-tokens-per-gpu {tokens:,} take {kept / 1e9:,.0f} GB, and {whose} "
+            f"has {room / 1e9:,.0f}: lower it, or set --recompute-granularity full"
         )
     return found
 

@@ -17,9 +17,7 @@ import torch.distributed as dist
 
 from relax_train.algorithms.logprobs import Scoring
 from relax_train.backend.device import add_product
-
-CHUNK_BYTES = 1 << 30
-"""Logits that are in memory at a time."""
+from relax_train.models.costs import CHUNK_BYTES
 
 ChunkLoss = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
 """From a range of rows, their log-probabilities and entropies to the loss of these rows, a scalar."""

@@ -2,4 +2,6 @@
 
 Nothing here is imported on a CPU. A caller asks :func:`relax_train.backend.device.fuses` whether a tensor is one that
 the kernels take; for all others (float64, the CPU) it computes in torch.
+
+Door: :mod:`relax_train.models.fused`, which gives the kernels their gradients.
 """

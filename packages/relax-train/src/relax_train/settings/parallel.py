@@ -129,7 +129,13 @@ class ParallelSettings(Settings):
         divides(tp, "tensor_model_parallel_size", "num_key_value_heads", heads)
         divides(tp, "tensor_model_parallel_size", "intermediate_size")
         divides(pp, "pipeline_model_parallel_size", "num_hidden_layers")
-        if not hf_config.get("num_experts"):
+        dense = not hf_config.get("num_experts")
+        found += [
+            f"--recompute-modules {name} has no effect: the model has {'no' if dense else 'only'} layers with experts"
+            for name in self.recompute_modules
+            if name.startswith("moe" if dense else "mlp") and (dense or not hf_config.get("mlp_only_layers"))
+        ]
+        if dense:
             if ep > 1:
                 found.append("--expert-model-parallel-size has no effect: the model has no experts; remove it")
             if self.expert_tensor_parallel_size is not None:

@@ -58,6 +58,23 @@ def test_grouped_products_equal_the_experts_one_by_one(counts: list[int]) -> Non
         assert (count == 0) == (not got_grads[2 + index].any())
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
+def test_gradients_add_to_the_buffers(order: list[int]) -> None:
+    """In whatever order the buffers of the experts lie."""
+    from relax_train.models.experts import _added
+
+    flat = torch.zeros(4 * 40)
+    weights: list[Any] = [_Linear(4, 6).weight for _ in range(4)]
+    for place, index in enumerate(order):
+        weights[index].main_grad = flat[place * 40 : place * 40 + 24].view(6, 4)
+    grads = torch.randn(4, 6, 4).bfloat16()
+    assert list(_added(weights, grads)) == [None] * 4
+    _added(weights, grads)
+    for weight, grad in zip(weights, grads, strict=True):
+        assert torch.equal(weight.main_grad, 2 * grad.float())
+    assert (flat != 0).sum() == 4 * 24
+
+
 def _grouped_layers(folder: Any) -> tuple[int, int, list[float]]:
     from relax_train import settings as s
     from relax_train.backend.mcore import SequentialMLP

@@ -55,7 +55,7 @@ def test_recommended_qwen3_4b(
     assert row(text, "parameters") == "4.02 B"
     assert "of --sglang-mem-fraction-static 0.8 of the GPU" in row(text, "engine: weights")
     # Bytes of a layer and token, on one of two ranks: four of the residual stream, queries thrice, keys and values
-    # twice, three of the MLP; while one layer runs backward it has half as much again. Selective keeps no norm and no SwiGLU.
+    # twice, three of the MLP; half as much again while a layer runs backward. Selective keeps no norm and no SwiGLU.
     stream, queries, keys, inner = 2560, 4096, 1024, 9728
     running = 1.5 * (layer := 4 * stream + 3 * queries + 4 * keys + 3 * inner)
     off, selective, full = (

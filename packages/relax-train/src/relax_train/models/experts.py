@@ -7,6 +7,8 @@ moves twice their bytes through the device's memory, and not kept for the backwa
 """
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +32,29 @@ class _GroupedLinear(torch.autograd.Function):
         grad = grads[0].contiguous()
         grad_x = F.grouped_mm(grad, torch.stack(weights), offs=ends)
         grad_weights = F.grouped_mm(grad.transpose(0, 1), x, offs=ends)
-        return grad_x, None, *grad_weights.unbind(0)
+        return grad_x, None, *_added(weights, grad_weights)
+
+
+def _added(weights: Sequence[torch.Tensor], grads: torch.Tensor) -> Sequence[torch.Tensor | None]:
+    """Adds ``grads[i]`` to the gradient buffer of ``weights[i]``; gives what is left for autograd to add.
+
+    The buffers of a layer lie at equal distances in megatron-core's flat buffer, so that one kernel adds to all of them.
+    """
+    if not all(hasattr(weight, "main_grad") for weight in weights):
+        return grads.unbind(0)
+    buffers: list[torch.Tensor] = [weight.main_grad for weight in weights]  # type: ignore[attr-defined]
+    places = [buffer.data_ptr() for buffer in buffers]
+    steps = {after - before for before, after in itertools.pairwise(places)}
+    first = buffers[places.index(min(places))]
+    if len(steps) == 1 and all(buffer.is_contiguous() for buffer in buffers):
+        (step,) = steps
+        distance = abs(step) // first.element_size()
+        together = first.as_strided(grads.shape, (distance, first.stride(0), 1), first.storage_offset())
+        together.add_(grads if step > 0 else grads.flip(0))
+    else:
+        for buffer, grad in zip(buffers, grads.unbind(0), strict=True):
+            buffer.add_(grad)
+    return [None] * len(weights)
 
 
 def _forward(

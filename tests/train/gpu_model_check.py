@@ -3,7 +3,8 @@
     PYTHONPATH=packages/relax-train/src:packages/relax-data/src python tests/train/gpu_model_check.py
     PYTHONPATH=... torchrun --nproc-per-node 2 tests/train/gpu_model_check.py --only parity
 
-Each check prints its numbers; the exit status says whether all held. ``--only`` names parts: parity attention model.
+Each check prints its numbers; the exit status says whether all held. ``--only`` names parts: kernels parity
+attention model.
 """
 
 import argparse
@@ -58,6 +59,22 @@ def check(name: str, held: bool, detail: str) -> None:
     say(f"{'ok  ' if held else 'FAIL'} {name}: {detail}")
     if not held:
         failures.append(name)
+
+
+def kernels() -> None:
+    """The fused kernels against torch, and small models with them against the same models without."""
+    spec = importlib.util.spec_from_file_location("kernel_checks", Path(__file__).with_name("kernel_checks.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    checks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(checks)
+    for name in ("check_all", "check_models", "check_activations"):
+        detail = "agrees"
+        try:
+            getattr(checks, name)()
+        except AssertionError as error:
+            detail = str(error)
+        check(f"kernels, {name}", detail == "agrees", detail)
 
 
 def load_conftest() -> Any:
@@ -338,7 +355,7 @@ def big_model(base: Path, layers: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=["parity", "attention", "model"])
+    parser.add_argument("--only", nargs="*", default=["kernels", "parity", "attention", "model"])
     parser.add_argument("--layers", type=int, default=28, help="layers of the large model (28: 0.6 B parameters)")
     flags = parser.parse_args()
     if not torch.cuda.is_available():
@@ -349,6 +366,8 @@ def main() -> int:
     local_device(int(os.environ.get("LOCAL_RANK", "0")))
     with tempfile.TemporaryDirectory() as directory:
         base = Path(directory)
+        if "kernels" in flags.only and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            kernels()
         if "parity" in flags.only:
             parity(base)
         if "attention" in flags.only:

@@ -115,7 +115,6 @@ def _step_of(folder, recompute, fused):  # type: ignore[no-untyped-def]
     from relax_data.types import TrainBatch
     from relax_train import settings as s
     from relax_train.algorithms import logprobs
-    from relax_train.backend import device
     from relax_train.backend.parallel import setup_parallel, teardown_parallel
     from relax_train.models import build
     from relax_train.models import fused as fused_layers
@@ -123,8 +122,8 @@ def _step_of(folder, recompute, fused):  # type: ignore[no-untyped-def]
     from relax_train.models.hf_mapping import load_hf_weights
     from relax_train.step import ForwardBackward
 
-    for module in (logprobs, fused_layers, device):
-        module.fuses = lambda tensor: fused and tensor.dtype in (torch.float32, torch.bfloat16)  # type: ignore[attr-defined]
+    for module in (logprobs, fused_layers):
+        module.fuses = lambda tensor: fused and tensor.dtype in (torch.float32, torch.bfloat16)
     build.adds_products = lambda _: fused
     settings = s.TrainSettings(
         model=s.ModelSettings(hf_checkpoint=str(folder), bf16=False),
@@ -248,15 +247,13 @@ def check_activations() -> None:
     import tempfile
 
     import torch
-    from relax_train.backend import device
     from relax_train.models import fused
     from relax_train.models.costs import Activations
 
     class One:
         tp = pp = cp = dp = ep = etp = expert_dp = 1
 
-    for module in (fused, device):
-        module.fuses = lambda tensor: tensor.dtype == torch.float32  # type: ignore[attr-defined]
+    fused.fuses = lambda tensor: tensor.dtype == torch.float32
     with tempfile.TemporaryDirectory() as folder:
         (three, shape, tokens), (one, *_) = _kept(folder, 3), _kept(folder, 1)
     memory = Activations(shape=shape, sizes=One(), sequence_parallel=False, width=4)

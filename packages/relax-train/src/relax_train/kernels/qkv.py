@@ -37,14 +37,13 @@ def _forward(  # noqa: PLR0913  # tensors of one kernel
     columns = tl.arange(0, HALF)[None, :]
     inside = rows < tokens
     source = mixed + (rows * groups * (PER_GROUP + 2) + head) * DIM + columns
-    low = tl.load(source, mask=inside, other=0)
-    high = tl.load(source + HALF, mask=inside, other=0)
+    low = tl.load(source, mask=inside, other=0).to(tl.float32)
+    high = tl.load(source + HALF, mask=inside, other=0).to(tl.float32)
     if place == PER_GROUP + 1:
         target = value + (rows * groups + group) * DIM + columns
         tl.store(target, low, mask=inside)
         tl.store(target + HALF, high, mask=inside)
     else:
-        low, high = low.to(tl.float32), high.to(tl.float32)
         weight = query_weight
         target = query + (rows * groups * PER_GROUP + group * PER_GROUP + place) * DIM + columns
         if place == PER_GROUP:

@@ -38,7 +38,7 @@ class _GroupedLinear(torch.autograd.Function):
 def _added(weights: Sequence[torch.Tensor], grads: torch.Tensor) -> Sequence[torch.Tensor | None]:
     """Adds ``grads[i]`` to the gradient buffer of ``weights[i]``; gives what is left for autograd to add.
 
-    The buffers of a layer lie at equal distances in megatron-core's flat buffer, so that one kernel adds to all of them.
+    The buffers of a layer lie at equal distances in megatron-core's flat buffer: one kernel adds to all of them.
     """
     if not all(hasattr(weight, "main_grad") for weight in weights):
         return grads.unbind(0)

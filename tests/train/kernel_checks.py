@@ -7,6 +7,7 @@ python tests/train/kernel_checks.py                         on a GPU
 import math
 import os
 import socket
+from typing import Any
 
 
 def check_all() -> None:
@@ -98,7 +99,7 @@ def _qkv(device, dtype, tolerance, norm, sizes):  # type: ignore[no-untyped-def]
         q, k = (torch.nn.functional.rms_norm(x, (dim,), w, eps) for x, w in zip((q, k), wide_norms, strict=True))
     q, k = (rotate(x, *(t.double()[:, None] for t in tables)) for x in (q, k))
     expected = q, k, v
-    grads = tuple(torch.randn(x.shape, device=device).to(dtype) for x in expected)
+    grads: Any = tuple(torch.randn(x.shape, device=device).to(dtype) for x in expected)
     torch.autograd.backward(expected, [g.double() for g in grads])
     for name, got, want in zip("qkv", qkv.forward(mixed, tables, norms, eps, groups), expected, strict=True):
         close(name, got, want.detach(), tolerance)
@@ -123,8 +124,8 @@ def _step_of(folder, recompute, fused):  # type: ignore[no-untyped-def]
     from relax_train.step import ForwardBackward
 
     for module in (logprobs, fused_layers):
-        module.fuses = lambda tensor: fused and tensor.dtype in (torch.float32, torch.bfloat16)
-    build.adds_products = lambda _: fused
+        vars(module)["fuses"] = lambda tensor: fused and tensor.dtype in (torch.float32, torch.bfloat16)
+    vars(build)["adds_products"] = lambda _: fused
     settings = s.TrainSettings(
         model=s.ModelSettings(hf_checkpoint=str(folder), bf16=False),
         parallel=s.ParallelSettings(**recompute),
@@ -253,7 +254,7 @@ def check_activations() -> None:
     class One:
         tp = pp = cp = dp = ep = etp = expert_dp = 1
 
-    fused.fuses = lambda tensor: tensor.dtype == torch.float32
+    vars(fused)["fuses"] = lambda tensor: tensor.dtype == torch.float32
     with tempfile.TemporaryDirectory() as folder:
         (three, shape, tokens), (one, *_) = _kept(folder, 3), _kept(folder, 1)
     memory = Activations(shape=shape, sizes=One(), sequence_parallel=False, width=4)

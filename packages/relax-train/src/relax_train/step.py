@@ -218,7 +218,7 @@ class ForwardBackward:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         settings, at = self._settings.algorithm, tensors["selected"]
         hidden, weight, labels = self._selected(output, tensors), self._model.head_weight, tensors["labels"][at]
-        columns = {name: tensors[name][at] for name in COLUMNS if name in tensors}
+        columns: dict[str, Any] = {name: tensors[name][at] for name in COLUMNS if name in tensors}
         documents = Documents(tensors["documents"][at], len(tensors["cu_seqlens"]) - 1, self._model.parallel.cp_group)
         if settings.loss_type in LOSSES and not settings.sequence_ratio:
             sums = _Sums(self._reduced_names)

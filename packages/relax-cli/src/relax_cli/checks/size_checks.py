@@ -97,8 +97,8 @@ def _trainer(config: RunConfig, shape: ModelShape, placement: Placement) -> list
         )
     if kept > room:
         found.append(
-            f"the activations of a micro-batch of --max-tokens-per-gpu {tokens:,} take {kept / 1e9:,.0f} GB, and {whose} "
-            f"has {room / 1e9:,.0f}: lower it, or set --recompute-granularity full"
+            f"the activations of a micro-batch of --max-tokens-per-gpu {tokens:,} take {kept / 1e9:,.0f} GB, and "
+            f"{whose} has {room / 1e9:,.0f}: lower it, or set --recompute-granularity full"
         )
     return found
 

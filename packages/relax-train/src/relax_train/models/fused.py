@@ -183,7 +183,7 @@ class _QKV(torch.autograd.Function):
         norms = None if query_norm is None or key_norm is None else (query_norm, key_norm)
         query, key, value = (grad.contiguous() for grad in grads)
         grad_mixed, grad_norms = qkv.backward(mixed, (query, key, value), (cos, sin), norms, eps, groups)
-        of_norms = (None, None)
+        of_norms: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if grad_norms is not None and query_norm is not None and key_norm is not None:
             of_norms = grad_norms[0].to(query_norm.dtype), grad_norms[1].to(key_norm.dtype)
         return grad_mixed, *of_norms, None, None, None, None

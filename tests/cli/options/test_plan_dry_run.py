@@ -283,7 +283,10 @@ def test_a_plan_for_more_gpus_than_this_machine_has_says_so(
     [
         ("--rollout-batch-size 100000000", "at 5,000 tokens a second and engine this takes"),
         ("--num-gpus-per-node 8 --rollout-batch-size 100000000", "at 50,000 tokens a second and GPU this takes"),
-        ("--use-dynamic-batch-size --max-tokens-per-gpu 2000000000", "the activations of a micro-batch of --max-tokens"),
+        (
+            "--use-dynamic-batch-size --max-tokens-per-gpu 2000000000",
+            "the activations of a micro-batch of --max-tokens",
+        ),
     ],
 )
 def test_sizes_that_no_machine_holds_are_warned_of(workspace: Path, start: list[str], words: str, told: str) -> None:

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -359,9 +360,15 @@ def test_a_storage_unit_that_dies_is_an_error_that_says_what_to_do(
     request.addfinalizer(request.getfixturevalue("running").stop)
     plane = transfer_queue("dying")
     ids = list(plane.put({"x": list(range(8))}))
-    ray.kill(interface._TQ_STORAGE["SimpleStorage"]["TransferQueueStorageUnit#1"])
-    with pytest.raises(PlaneFailed, match=r"TransferQueueStorageUnit#1 has died\. .* its rows are lost"):
-        plane.check()
+    units = interface._TQ_STORAGE["SimpleStorage"]
+    stopped = ray.get(units["TransferQueueStorageUnit#0"].__ray_call__.remote(lambda _: os.getpid()))
+    ray.kill(units["TransferQueueStorageUnit#1"])
+    os.kill(stopped, signal.SIGSTOP)  # as a part is that waits for the dead one
+    try:
+        with pytest.raises(PlaneFailed, match=r"failed: TransferQueueStorageUnit#1 has died\. .* its rows are lost"):
+            plane.check()
+    finally:
+        os.kill(stopped, signal.SIGCONT)
     with pytest.raises(PlaneFailed, match="during fetch: TransferQueueStorageUnit#1 has died"):
         plane.fetch(ids, ["x"])
     impatient = transfer_queue("dying", call_seconds=2)

@@ -24,7 +24,7 @@ The driver's loop, ``t`` is the step and the version of the weights that it trai
     samples    the end of the push               driver                             as long as the push may take
 
 Rows lie in TransferQueue from when their group is whole until their step is trained; the driver has their ids alone. A
-storage unit that dies ends the run within a minute: the rollout worker asks for a sign of life every few seconds. It
+storage unit that dies ends the run within seconds: the rollout worker asks for a sign of life all the time. It
 keeps the samples until they are trained, so checkpoints need nothing of TransferQueue, and a resume puts rows again.
 
 A training step waits for nothing but its rows: pushes and checkpoints lie between steps. An evaluation runs beside

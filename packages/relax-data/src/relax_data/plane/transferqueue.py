@@ -244,19 +244,27 @@ class TransferQueuePlane:
         raise PlaneFailed(f"TransferQueue failed during {what}: {f'{who} ({reason})' if who else reason}. {_LOST}")
 
     def _broken(self, seconds: float) -> str:
-        """Names the parts that have died, or do not answer within ``seconds``; empty when all are well."""
+        """Names the parts that have died, as soon as one has, or else those that do not answer within ``seconds``.
+
+        Empty when all are well. A part that waits for a dead one itself does not answer, and is not waited for.
+        """
         import ray
 
-        asked = {part.__ray_ready__.remote(): name for name, part in self._parts.items() if part is not None}
-        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
         dead = [name for name, part in self._parts.items() if part is None]
-        for ref in answered:
-            try:
-                ray.get(ref)
-            except ray.exceptions.RayError:
-                dead.append(asked[ref])
-        found = [f"{name} has died" for name in dead] + [f"{asked[ref]} does not answer" for ref in silent]
-        return ", ".join(found)
+        asked = {part.__ray_ready__.remote(): name for name, part in self._parts.items() if part is not None}
+        silent, give_up = list(asked), time.monotonic() + seconds
+        while silent and not dead:
+            answered, silent = ray.wait(silent, num_returns=1, timeout=max(0.0, give_up - time.monotonic()))
+            if not answered:
+                return ", ".join(f"{asked[ref]} does not answer" for ref in silent)
+            # Those that died together with the first one are named too.
+            together, silent = ray.wait(silent, num_returns=len(silent), timeout=0) if silent else ([], [])
+            for ref in (*answered, *together):
+                try:
+                    ray.get(ref)
+                except ray.exceptions.RayError:
+                    dead.append(asked[ref])
+        return ", ".join(f"{name} has died" for name in dead)
 
     def shutdown(self) -> None:
         """Stops TransferQueue, for all planes of the cluster when this process started it."""

@@ -20,7 +20,7 @@ from relax_data.types import SampleGroup
 
 ROWS_AT_ONCE = 16
 """A put of fewer rows takes as long: TransferQueue needs 8 ms for any."""
-LOOK_S = 5.0
+LOOK_S = 2.0
 """How often the plane is asked for a sign of life: a part of it that dies is named also when nobody uses it."""
 
 

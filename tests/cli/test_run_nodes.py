@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 from relax_cli.cluster import nodes
-from relax_cli.cluster.nodes import RunNodes, check_files, unseen
+from relax_cli.cluster.nodes import RunNodes, check_files, parts_on_nodes, unseen
 
 
 def ray_node(name: str, port: int = 1, *, alive: bool = True) -> dict[str, Any]:
@@ -99,3 +99,13 @@ def test_files_that_a_node_does_not_see_are_named(monkeypatch: pytest.MonkeyPatc
     asked.clear()
     check_files({}, needed=needed, shared=shared)
     assert asked == [], "one node needs no look"
+
+
+def test_a_node_of_engines_alone_is_one_of_many_or_the_last() -> None:
+    found = parts_on_nodes(rollout="a", engines=["a", "b", "b"], ranks=["a", "a"], engines_may_die=True)
+    assert found == {"a": "the rollout worker, engine0, trainer rank 0, trainer rank 1"}, "engine0 goes on without b"
+    found = parts_on_nodes(rollout="a", engines=["b", "b"], ranks=["a"], engines_may_die=True)
+    assert found == {"a": "the rollout worker, trainer rank 0", "b": "engine0, engine1"}, "nobody is left"
+    found = parts_on_nodes(rollout="a", engines=["a", "b"], ranks=["a"], engines_may_die=False)
+    assert found["b"] == "engine1"
+    assert parts_on_nodes(rollout=None, engines=[], ranks=["a", "b"], engines_may_die=False)["b"] == "trainer rank 1"

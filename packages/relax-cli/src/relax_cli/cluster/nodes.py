@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,26 @@ class RunNodes:
             node.answered = True
             self._silent.discard(name)
         return ""
+
+
+def parts_on_nodes(
+    *, rollout: str | None, engines: Sequence[str], ranks: Sequence[str], engines_may_die: bool
+) -> dict[str, str]:
+    """Names what a run has on each node without which it cannot go on.
+
+    Args:
+        rollout: Ray's id of the node of the rollout worker; None without one.
+        engines: of each engine.
+        ranks: of each rank of the trainer.
+        engines_may_die: a node that has engines alone is left out while others have some too: those go on.
+    """
+    has: dict[str, list[str]] = {} if rollout is None else {rollout: ["the rollout worker"]}
+    for i, node in enumerate(engines):
+        has.setdefault(node, []).append(f"engine{i}")
+    for rank, node in enumerate(ranks):
+        has.setdefault(node, []).append(f"trainer rank {rank}")
+    spared = set(engines) - set(ranks) - {rollout} if engines_may_die and len(set(engines)) > 1 else set()
+    return {node: ", ".join(parts) for node, parts in has.items() if node not in spared}
 
 
 def nodes_with(cpus: int) -> int:

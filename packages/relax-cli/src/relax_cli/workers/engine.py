@@ -31,6 +31,7 @@ class EngineActor:
         host: str,
         dtype: str,
         key: str,
+        node_id: str | None = None,
     ) -> None:
         """Prepares, without starting, the server.
 
@@ -43,11 +44,13 @@ class EngineActor:
             host: address the server listens on.
             dtype: ``bfloat16`` or ``float32``.
             key: that its server asks for.
+            node_id: Ray's id of the node that address and GPUs are of.
         """
         from relax_rollout.engines.sglang.server import SGLangServer
 
         enter_folder(config.folder)
         self._progress = ""
+        self._node_id = node_id
         self._server = SGLangServer(
             config.sglang,
             model_path=config.train.model.hf_checkpoint,
@@ -66,7 +69,12 @@ class EngineActor:
         self.name = name
 
     def start(self) -> "EngineAddress":
-        """Starts the server, waits until it is healthy, and says where it is."""
+        """Starts the server, waits until it is healthy, and says where it is.
+
+        Raises:
+            EngineDied: it did not start; or Ray has made this actor anew on another node, where its GPUs are others'.
+        """
+        self._check_node()
 
         def progress(message: str) -> None:
             waited, _, line = message.partition(": ")
@@ -78,6 +86,13 @@ class EngineActor:
 
         self._server.start(progress=progress)
         return self._server.address
+
+    def _check_node(self) -> None:
+        import ray
+        from relax_rollout.engines.base import EngineDied
+
+        if self._node_id is not None and ray.get_runtime_context().get_node_id() != self._node_id:
+            raise EngineDied(f"{self.name} cannot be started: its node is gone, with the GPUs that it had")
 
     def restart(self) -> "EngineAddress":
         """Ends what is left of the server, hung or dead, and starts another one with the start weights.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from relax_rollout.engines.pool import RESTARTS
 
 from relax_cli.cluster.actors import Actor, Ref, creator
-from relax_cli.cluster.nodes import NodeLost, RunNodes, check_files
+from relax_cli.cluster.nodes import NodeLost, RunNodes, check_files, own_node, parts_on_nodes
 from relax_cli.cluster.slots import Slot, check_cpus, engine_slots, reserve, slots_needed, strategy, trainer_slots
 from relax_cli.cluster.waits import SETUP_DEADLINE_S, Heartbeat, StopFlag, wait_for
 from relax_cli.config.run_config import RunConfig
@@ -135,24 +135,22 @@ class WorkerGroups:
 
     def _look_at_nodes(self, slots: Sequence[Slot]) -> None:
         """Looks whether other nodes see the files of the run, and has them watched from now on."""
-        has: dict[str, list[str]] = {}
-        if not self.config.debug.debug_train_only:
-            has[slots[0].node_id] = ["the rollout worker"]
-            for i, own in enumerate(engine_slots(self.shape, slots)):
-                has.setdefault(own[0].node_id, []).append(f"engine{i}")
-        if not self.config.debug.debug_rollout_only:
-            for rank, slot in enumerate(trainer_slots(self.shape, slots)):
-                has.setdefault(slot.node_id, []).append(f"trainer rank {rank}")
-        self._nodes.watch({node: ", ".join(parts) for node, parts in has.items()})
+        debug = self.config.debug
+        parts = parts_on_nodes(
+            rollout=None if debug.debug_train_only else slots[0].node_id,
+            engines=[] if debug.debug_train_only else [own[0].node_id for own in engine_slots(self.shape, slots)],
+            ranks=[] if debug.debug_rollout_only else [s.node_id for s in trainer_slots(self.shape, slots)],
+            engines_may_die=not self.shape.shared,
+        )
+        self._nodes.watch(parts)
         model, checkpoint = self.config.train.model, self.config.train.checkpoint
         named = {"--hf-checkpoint": model.hf_checkpoint, "--ref-load": model.ref_load, "--load": checkpoint.load}
         shared = {"--save": Path(checkpoint.save)} if checkpoint.save is not None else {}
         if self.config.cluster.weight_sync == "disk":
             shared["--weight-sync disk"] = self.config.run_dir
-        own_node = slots[0].node_id
-        others = {s.node_ip: strategy(self._placement_group, s.bundle) for s in slots if s.node_id != own_node}
+        here = own_node()
         check_files(
-            others,
+            {s.node_ip: strategy(self._placement_group, s.bundle) for s in slots if s.node_id != here},
             needed={name: path for name, path in named.items() if path is not None},
             shared=shared,
             stop=self._stop,
@@ -222,6 +220,7 @@ class WorkerGroups:
                     gpu_ids=[s.gpu_id for s in own if s.gpu_id is not None],
                     device=self.shape.device,
                     host="127.0.0.1" if local else own[0].node_ip,
+                    node_id=own[0].node_id,
                     dtype=self._engine_dtype(),
                     key=key,
                 )

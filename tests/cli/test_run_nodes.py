@@ -8,6 +8,8 @@ import pytest
 import ray
 from relax_cli.cluster import nodes
 from relax_cli.cluster.nodes import RunNodes, check_files, parts_on_nodes, unseen
+from relax_cli.workers.engine import EngineActor
+from relax_rollout.engines.base import EngineDied
 
 
 def ray_node(name: str, port: int = 1, *, alive: bool = True) -> dict[str, Any]:
@@ -109,3 +111,11 @@ def test_a_node_of_engines_alone_is_one_of_many_or_the_last() -> None:
     found = parts_on_nodes(rollout="a", engines=["a", "b"], ranks=["a"], engines_may_die=False)
     assert found["b"] == "engine1"
     assert parts_on_nodes(rollout=None, engines=[], ranks=["a", "b"], engines_may_die=False)["b"] == "trainer rank 1"
+
+
+def test_an_engine_that_was_made_anew_on_another_node_refuses_to_start(known: list[dict[str, Any]]) -> None:
+    """Its GPUs there would be those of somebody else."""
+    actor = EngineActor.__new__(EngineActor)
+    actor.name, actor._node_id = "engine3", "the node before"
+    with pytest.raises(EngineDied, match=r"engine3 cannot be started: its node is gone"):
+        actor.start()

@@ -27,6 +27,9 @@ def held():
         return 10**9
 
 async def reward(sample):
+    if sample.prompt.prompt_id >= held():
+        with open(os.environ["HELD_REWARD"] + ".waiting", "a") as file:
+            file.write("one\\n")
     while sample.prompt.prompt_id >= held():
         await asyncio.sleep(0.05)
     return float(sample.response.strip() == sample.prompt.label) + sample.prompt.prompt_id % 3
@@ -49,6 +52,12 @@ def hold_from(file: Path, prompt_id: int) -> None:
     new = file.with_suffix(".new")
     new.write_text(str(prompt_id))
     new.rename(file)
+
+
+def waiting(file: Path) -> int:
+    """Samples that have waited, or wait, for their rewards: they are generated."""
+    name = file.with_name(file.name + ".waiting")
+    return len(name.read_text().splitlines()) if name.exists() else 0
 
 
 def prompts_by_rollout(folder: Path) -> dict[int, list[int]]:
@@ -106,6 +115,13 @@ def test_six_steps_equal_three_a_kill_and_three(task: Any, relax: Callable[..., 
 
     killed = relax("train", *flags("parts"), folder=mkdir(tmp_path / "b"), env={"HELD_REWARD": str(held)})
     killed.wait_for(lambda: len(killed.steps()) >= 4, "fourth step")
+    # A push that meets an engine that is stopped says so, and goes on with it when it does.
+    killed.wait_for(lambda: waiting(held) == 8, "the responses of the fifth rollout")
+    killed.find_server().suspend()
+    hold_from(held, 20)
+    killed.wait_for(lambda: "engines: engine0 does not answer" in killed.output, "a word about the engine")
+    killed.find_server().resume()
+    killed.wait_for(lambda: waiting(held) == 16, "the responses of the sixth rollout")
     killed.kill()
 
     resumed = relax("train", *flags("parts", load=tmp_path / "parts" / "checkpoints"), folder=mkdir(tmp_path / "c"))

@@ -305,3 +305,21 @@ async def test_a_rollout_goes_on_when_its_engine_comes_back(
     assert loop.ledger.counts()["out"] == 0
     assert all(len(s.tokens) == len(s.versions) > 0 for g in result.groups for s in g.samples)
     assert not again.running
+
+
+async def test_engines_that_do_not_answer_are_named_and_nothing_is_booked() -> None:
+    one, other, pool = two()
+    asked = asyncio.Event()
+
+    async def never() -> int:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("not reached")
+
+    async def broken() -> int:
+        raise RuntimeError("it says so, so it answers")
+
+    one.weight_version, other.weight_version = never, broken  # type: ignore[attr-defined]
+    assert await pool.silent(0.05) == ["engine0"]
+    assert asked.is_set()
+    assert [report.state for report in pool.reports()] == [EngineState.SERVING] * 2

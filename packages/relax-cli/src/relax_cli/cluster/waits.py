@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 24 * 3600.0
 """No generation or training step of ours lasts a day; a wait this long is a hang."""
+ALOUD_EVERY_S = 10.0
+"""How often a wait for engines says what it waits for: a push of weights takes seconds."""
 SETUP_DEADLINE_S = 1800.0
 """Each part of a start but the engines, which have their own."""
 

@@ -115,7 +115,7 @@ class MeasuredRun:
 
     def _rollout_points(self) -> list[tuple[float, float, float]]:
         """Of each rollout of colocate, whose requests start together: see :func:`fit_engine`."""
-        points = []
+        points: list[tuple[float, float, float]] = []
         for step in self.steps:
             lengths = step.lengths()
             tokens = sum(length * n for length, n in lengths.items())

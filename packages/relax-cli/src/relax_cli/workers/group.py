@@ -52,12 +52,12 @@ class WorkerGroups:
         Args:
             config: all settings of the run, with its placement.
             stop: gives up the start, and every wait.
-            note: takes lines for the user while the parts start.
+            note: takes lines for the user while the parts start, and while engines are waited for.
             nodes: is told what lies where.
         """
         assert config.placement is not None, "the cluster is known before its workers"
         self.config, self.shape = config, config.placement
-        self._stop, self._heartbeat = stop, Heartbeat(note)
+        self._stop, self._note, self._heartbeat = stop, note, Heartbeat(note)
         self._nodes = RunNodes() if nodes is None else nodes
         self._actors: list[Actor[Any]] = []
         self._rollout: RolloutWorker | None = None
@@ -195,7 +195,7 @@ class WorkerGroups:
 
     def _create_rollout(self, slots: Sequence[Slot]) -> Ref[bool]:
         create = self._actor(RolloutActor, slots[0].bundle, cpus=0.0, max_concurrency=16)
-        self._rollout = RolloutWorker(create(self.config), stop=self._stop)
+        self._rollout = RolloutWorker(create(self.config), stop=self._stop, note=self._note)
         return self._rollout.begin_start()
 
     def _create_engines(self, slots: Sequence[Slot]) -> None:
@@ -248,7 +248,13 @@ class WorkerGroups:
                 env=actor_environment(self.shape.device, threads=threads),
             )
             actors.append(create(self.config, rank=rank, world_size=world, threads=threads))
-        self._trainers = TrainerGroup(actors, one_node=len({s.node_id for s in own}) == 1, stop=self._stop)
+        self._trainers = TrainerGroup(
+            actors,
+            one_node=len({s.node_id for s in own}) == 1,
+            stop=self._stop,
+            note=self._note,
+            silence=None if self._rollout is None else self._rollout.silence,
+        )
 
     def _start_engines(self, prompts: Ref[bool], trainer: Sequence[Ref[Any]]) -> "list[EngineAddress]":
         """Waits for the engines and connects the rollout worker.

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
     from relax_cli.config.run_config import RunConfig
 
+SILENT_S = 1.0
+"""An engine that does not say within this time which weights it has is told to the user as silent."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RolloutOutput:
@@ -317,6 +320,10 @@ class RolloutActor:
 
         await self._engines.on_each(answers)
         return self._engines.reports()
+
+    async def silent_engines(self) -> list[str]:
+        """Names of the engines in use that do not answer a question within a second or so."""
+        return await self._engines.silent(SILENT_S)
 
     async def replace_engine(self, address: "EngineAddress") -> None:
         """Takes note of a lost engine's new server, which serves only after :meth:`include_engine`."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from relax_cli.cluster.actors import Actor, Ref
-from relax_cli.cluster.waits import CALL_DEADLINE_S, SETUP_DEADLINE_S, Heartbeat, StopFlag, wait_for
+from relax_cli.cluster.waits import ALOUD_EVERY_S, CALL_DEADLINE_S, SETUP_DEADLINE_S, Heartbeat, StopFlag, wait_for
 from relax_cli.workers.references import RolloutRows
 from relax_cli.workers.rollout import RolloutActor, RolloutOutput
 
@@ -30,13 +30,16 @@ class RolloutWorker:
 
     meanwhile: Callable[[], None] | None = None
 
-    def __init__(self, actor: Actor[RolloutActor], *, stop: StopFlag) -> None:
+    def __init__(
+        self, actor: Actor[RolloutActor], *, stop: StopFlag, note: Callable[[str], None] | None = None
+    ) -> None:
         """Takes over the actor.
 
         Args:
             stop: ends a wait when its grace time is over.
+            note: takes lines for the user while an answer of the engines is waited for that should come soon.
         """
-        self._actor, self._stop = actor, stop
+        self._actor, self._stop, self._note = actor, stop, note
         self._asked: Ref[list[EngineReport]] | None = None
         self._rows_failed: Ref[None] | None = None
 
@@ -44,6 +47,31 @@ class RolloutWorker:
         meanwhile = self.meanwhile if long else None
         try:
             return wait_for(ref, what, stop=self._stop, deadline_s=deadline_s, status=self.status, meanwhile=meanwhile)
+        except Exception as error:
+            self._note_death(error)
+            raise
+
+    def _wait_aloud(
+        self,
+        ref: Ref[R],
+        what: str,
+        deadline_s: float = CALL_DEADLINE_S,
+        *,
+        status: Callable[[], str] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> R:
+        """Waits for what engines do in seconds, and says every ten of them which one does not answer."""
+        aloud = None if self._note is None else Heartbeat(self._note, every_s=ALOUD_EVERY_S)
+        try:
+            return wait_for(
+                ref,
+                what,
+                stop=self._stop,
+                deadline_s=deadline_s,
+                status=status or self.silence,
+                heartbeat=aloud,
+                meanwhile=meanwhile,
+            )
         except Exception as error:
             self._note_death(error)
             raise
@@ -125,7 +153,8 @@ class RolloutWorker:
         Returns:
             seconds of its parts, by name; see :meth:`relax_rollout.loop.producer.Producer.begin_push`.
         """
-        return self._wait(self._actor.call(RolloutActor.begin_push), "the running requests to end", long=True)
+        call, what = self._actor.call(RolloutActor.begin_push), "the running requests to end"
+        return self._wait_aloud(call, what, status=self.status, meanwhile=self.meanwhile)
 
     def end_push(self, version: int) -> None:
         """Lets the engines generate with the weights of this version, which all in use have."""
@@ -174,16 +203,16 @@ class RolloutWorker:
     def weight_versions(self) -> list[int]:
         """The version of each engine that is in use, asked of the engines themselves."""
         call = self._actor.call(RolloutActor.weight_versions)
-        return self._wait(call, "the engines to name their weights", VERSIONS_DEADLINE_S)
+        return self._wait_aloud(call, "the engines to name their weights", VERSIONS_DEADLINE_S)
 
     def release_memory(self) -> None:
         """Gives the GPUs to the trainer."""
-        self._wait(self._actor.call(RolloutActor.release_memory), "the engines to release GPU memory")
+        self._wait_aloud(self._actor.call(RolloutActor.release_memory), "the engines to release GPU memory")
 
     def resume_memory(self, tag: "MemoryTag") -> None:
         """Takes GPU memory back; after ``weights`` a push must follow before anything is generated."""
         what = {"weights": "memory for weights", "kv_cache": "their KV cache"}[tag]
-        self._wait(self._actor.call(RolloutActor.resume_memory, (tag,)), f"the engines to take back {what}")
+        self._wait_aloud(self._actor.call(RolloutActor.resume_memory, (tag,)), f"the engines to take back {what}")
 
     def poll_engines(self) -> "list[EngineReport] | None":
         """The state of each engine a moment ago; None when the actor has not answered yet, or not at all."""
@@ -206,7 +235,7 @@ class RolloutWorker:
 
     def check_engines(self) -> "list[EngineReport]":
         """The state of each engine, after all in use were asked for a sign of life; a silent one takes minutes."""
-        return self._wait(self._actor.call(RolloutActor.check_engines), "a sign of life of the engines")
+        return self._wait_aloud(self._actor.call(RolloutActor.check_engines), "a sign of life of the engines")
 
     def replace_engine(self, address: "EngineAddress") -> None:
         """Tells where a lost engine's new server is; it serves only after :meth:`include_engine`."""
@@ -264,6 +293,16 @@ class RolloutWorker:
             return str(ray.get(self._actor.call(RolloutActor.status), timeout=5))
         except ray.exceptions.RayError:  # the wait itself will say what is wrong
             return "no answer from the rollout worker"
+
+    def silence(self) -> str:
+        """Says which engines do not answer, for a driver that waits for them; empty when all do. Never raises."""
+        import ray
+
+        try:
+            silent = ray.get(self._actor.call(RolloutActor.silent_engines), timeout=2)
+        except ray.exceptions.RayError:  # the wait itself will say what is wrong
+            return ""
+        return f"{', '.join(silent)} {'do' if len(silent) > 1 else 'does'} not answer" if silent else ""
 
     def close(self) -> list[Ref[None]]:
         """Asks the actor to close its connections; does not wait."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from relax_cli.cluster.actors import Actor, Ref
-from relax_cli.cluster.waits import CALL_DEADLINE_S, SETUP_DEADLINE_S, Heartbeat, StopFlag, wait_for
+from relax_cli.cluster.waits import ALOUD_EVERY_S, CALL_DEADLINE_S, SETUP_DEADLINE_S, Heartbeat, StopFlag, wait_for
 from relax_cli.workers.trainer import TrainActor, TrainerFacts
 
 if TYPE_CHECKING:
@@ -28,18 +28,45 @@ class TrainerGroup:
 
     meanwhile: Callable[[], object] | None = None
 
-    def __init__(self, actors: Sequence[Actor[TrainActor]], *, one_node: bool, stop: StopFlag) -> None:
+    def __init__(
+        self,
+        actors: Sequence[Actor[TrainActor]],
+        *,
+        one_node: bool,
+        stop: StopFlag,
+        note: Callable[[str], None] | None = None,
+        silence: Callable[[], str] | None = None,
+    ) -> None:
         """Takes over the actors, in rank order.
 
         Args:
             one_node: all ranks are on one node, so that they meet on the loopback.
             stop: ends a wait when its grace time is over.
+            note: takes lines for the user while a push of weights is waited for.
+            silence: says which engines do not answer, for those lines.
         """
         self._actors, self._one_node, self._stop = list(actors), one_node, stop
+        self._note, self._silence = note, silence
 
-    def _wait(self, refs: list[Ref[R]], what: str, *, meanwhile: Callable[[], object] | None = None) -> list[R]:
+    def _wait(
+        self,
+        refs: list[Ref[R]],
+        what: str,
+        *,
+        meanwhile: Callable[[], object] | None = None,
+        status: Callable[[], str] | None = None,
+        heartbeat: Heartbeat | None = None,
+    ) -> list[R]:
         try:
-            return wait_for(refs, what, stop=self._stop, deadline_s=CALL_DEADLINE_S, meanwhile=meanwhile)
+            return wait_for(
+                refs,
+                what,
+                stop=self._stop,
+                deadline_s=CALL_DEADLINE_S,
+                meanwhile=meanwhile,
+                status=status,
+                heartbeat=heartbeat,
+            )
         except Exception as error:
             for rank, actor in enumerate(self._actors):
                 if actor.is_named_in(error):
@@ -104,7 +131,9 @@ class TrainerGroup:
             WeightPushFailed: these engines refuse to generate until a whole push.
         """
         refs = [actor.call(TrainActor.push_weights, version, engines) for actor in self._actors]
-        return self._wait(refs, f"weights {version} to reach the engines")[0]
+        aloud = None if self._note is None else Heartbeat(self._note, every_s=ALOUD_EVERY_S)
+        what = f"weights {version} to reach the engines"
+        return self._wait(refs, what, status=self._silence, heartbeat=aloud)[0]
 
     def sleep(self) -> None:
         """Gives the GPUs to the engines."""

@@ -244,6 +244,23 @@ class EnginePool:
 
     # ------------------------------------------------------------------ all engines at once
 
+    async def silent(self, within_s: float) -> list[str]:
+        """Names of the engines in use that do not answer within that time; nothing is booked."""
+
+        async def answers(engine: Engine) -> bool:
+            try:
+                async with asyncio.timeout(within_s):
+                    await engine.weight_version()
+            except TimeoutError:
+                return False
+            except Exception:  # who asks it for something hears of it
+                return True
+            return True
+
+        engines = self.in_use
+        answered = await asyncio.gather(*(answers(engine) for engine in engines))
+        return [engine.name for engine, answer in zip(engines, answered, strict=True) if not answer]
+
     async def on_each(
         self, action: Callable[[Engine], Awaitable[T]], engines: Sequence[Engine] | None = None
     ) -> dict[str, T]:

@@ -1,4 +1,6 @@
-"""Checks the SGLang engine on real GPUs: parity, sleep, wake, CUDA IPC push, abort. Prints one line a step.
+"""Checks the SGLang engine on real GPUs: what others see, parity, sleep, wake, CUDA IPC push, abort.
+
+Prints one line a step.
 
     python tests/rollout/gpu_engine_check.py [MODEL_FOLDER] [--tp 1] [--out FOLDER]
 
@@ -16,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import torch
 from relax_data.weights import Bucket
 from relax_rollout.engines.base import GenerateRequest, SamplingParams, updating
@@ -23,6 +27,7 @@ from relax_rollout.engines.sglang import gpu
 from relax_rollout.engines.sglang.client import SGLangEngine
 from relax_rollout.engines.sglang.server import SGLangServer
 from relax_rollout.engines.sglang.settings import SGLangSettings
+from relax_rollout.engines.sglang.transport import bearer
 from relax_rollout.weight_sync.ipc import share
 from relax_rollout.weight_sync.transports import make_transport
 
@@ -141,6 +146,28 @@ class Check:
             await push_to_ranks(self.engine, self.model, version, self.tp)
         return time.perf_counter() - begin
 
+    def exposure(self, pid: int) -> None:
+        """Who can reach it: its processes listen on the loopback alone, and the HTTP server asks for the key."""
+        server = psutil.Process(pid)
+        processes = [server, *server.children(recursive=True)]
+        listening = {
+            (c.laddr.ip, c.laddr.port)
+            for process in processes
+            for c in process.net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN
+        }
+        ranks = [p.name() for p in processes if "scheduler" in p.name() or "scheduler" in " ".join(p.cmdline())]
+        meeting = Path(server.environ()["TMPDIR"], "ranks")
+        http = ("127.0.0.1", int(self.address.url.rpartition(":")[2]))
+        good = {ip for ip, _ in listening} == {"127.0.0.1"} and http in listening
+        good &= len(ranks) == self.tp and meeting.exists()
+        others = sorted(port for ip, port in listening if (ip, port) != http)
+        self.say("what listens", good, f"HTTP at {http}, others at {others}; ranks {ranks} met by {meeting}")
+        asked = self.address.url + "/model_info"
+        without = httpx.get(asked, trust_env=False).status_code
+        right = httpx.get(asked, trust_env=False, headers=bearer(self.address.key)).status_code
+        self.say("the key", (without, right) == (401, 200), f"{without} without it, {right} with it")
+
     async def run(self) -> None:
         await self.parity("parity of the start weights", 0)
         for version in (1, 2, 3):
@@ -211,6 +238,7 @@ def main() -> int:
         model = model.to("cuda").eval()
         engine = SGLangEngine(server.url, name="engine0", key=server.key, log_path=server.log_path, alive=server.alive)
         check = Check(server, engine, model, options.tp)
+        check.exposure(server.pid)
         asyncio.run(check.run())
     finally:
         begin = time.perf_counter()

@@ -14,5 +14,7 @@ def test_engine_keeps_parity_through_pushes_and_sleep(
     gpus: int, run_on_gpus: Callable[..., str], tmp_path: Path
 ) -> None:
     output = run_on_gpus(SCRIPT, "--tp", str(gpus), "--out", tmp_path, gpus=gpus)
+    assert "ok   what listens" in output
+    assert "ok   the key" in output
     assert "ok   parity after three pushes" in output
     assert "FAIL" not in output

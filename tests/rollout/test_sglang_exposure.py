@@ -1,5 +1,6 @@
 """What a running server shows to others on the machine and on the network: nothing without the key."""
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import httpx
 import psutil
 import pytest
 from engine_gate import KEY
+from relax_rollout.engines.sglang import cpu
 from relax_rollout.engines.sglang.process.launch import MEETING, main
 from relax_rollout.engines.sglang.server import SGLangServer
 from relax_rollout.engines.sglang.settings import SGLangSettings
@@ -30,6 +32,55 @@ def test_nothing_listens_but_on_the_loopback(sglang_server: Any) -> None:
     ours = ("127.0.0.1", int(sglang_server.url.rpartition(":")[2]))
     assert ours in listening
     assert {ip for ip, _ in listening} == {"127.0.0.1"}, listening
+
+
+def own_address() -> str:
+    """An address at which other machines reach this one; where there is none, another one of the loopback."""
+    every = (a for addresses in psutil.net_if_addrs().values() for a in addresses if a.family is socket.AF_INET)
+    return next((a.address for a in every if not a.address.startswith("127.")), "127.0.0.2")
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_two_ranks_meet_by_a_file_and_other_machines_need_the_key(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine of two GPUs on a cluster, as far as a CPU has it: of all its ports, one can be reached from outside."""
+    monkeypatch.setattr(cpu, "check", lambda **sizes: None)  # two ranks on CPU have no use but this
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
+    host = own_address()
+    server = SGLangServer(
+        SGLangSettings(),
+        model_path=tiny_model,
+        name="engine0",
+        log_path=tmp_path / "log",
+        device="cpu",
+        dtype="float32",
+        tp_size=2,
+        host=host,
+    )
+    try:
+        server.start(deadline_s=580)
+        processes = tree(server)[1:]
+        ranks = [p.name() for p in processes if "scheduler" in p.name()]
+        assert len(ranks) == 2, [p.name() for p in processes]
+        listening = {
+            (c.laddr.ip, c.laddr.port)
+            for process in processes
+            for c in process.net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN
+        }
+        assert (host, int(server.url.rpartition(":")[2])) in listening
+        assert not {ip for ip, _ in listening} & {"0.0.0.0", "::"}, listening
+        assert len([ip for ip, _ in listening if ip == host]) == 1, listening
+        assert (Path(processes[1].environ()["TMPDIR"]) / "ranks").exists(), "where they met"
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=300) as http:
+            assert http.post("/generate", json=body).status_code == 401
+            answer = http.post("/generate", json=body, headers=bearer(server.key))
+        assert len(answer.json()["output_ids"]) == 4, "both ranks have computed them"
+    finally:
+        server.stop()
 
 
 @pytest.mark.sglang

@@ -1,6 +1,7 @@
 """Ranks as forked processes, and Hugging Face models as the oracle of the trainer's numbers."""
 
 import dataclasses
+import faulthandler
 import os
 import socket
 import time
@@ -23,6 +24,9 @@ def _rank_main(rank: int, function: Callable[..., Any], args: tuple[Any, ...], w
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
+    # A rank that dies by a signal says where: in Python, and in the libraries below it.
+    faulthandler.enable(file=2)
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
     from relax_train.backend.parallel import teardown_parallel
 
     try:
@@ -44,10 +48,15 @@ RunRanks = Callable[..., list[Any]]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that fork ranks: most of the time of the suite's quick tests is theirs."""
+    """Marks the tests that fork ranks: most of the time of the suite's quick tests is theirs.
+
+    They come first: what forks may have no threads that work at that moment, and Ray, once a test has started it, has
+    some thirty of them in this process until the end.
+    """
     for item in items:
         if "run_ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
+    items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
 
 @pytest.fixture

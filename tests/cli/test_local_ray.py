@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -122,6 +123,49 @@ def test_only_what_the_start_has_left_is_ended(ray_init: Callable[..., list[dict
         for process in [*psutil.Process(own.pid).children(), own]:
             process.kill()
         own.wait()
+
+
+def test_what_ray_tells_of_its_processes_goes_to_the_log(
+    ray_init: Callable[..., list[dict[str, Any]]],
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from ray._private import worker
+
+    assert "print_to_stdstream" in worker.listen_error_messages.__code__.co_names, "the way of its messages"
+    ray_init(lambda: None)
+    before = worker.print_to_stdstream
+    with caplog.at_level("INFO"), connected(None, min_cpus=1):
+        worker.print_to_stdstream(
+            {"lines": ["Raylet is terminated."], "pid": "raylet", "is_err": False}, ignore_prefix=False
+        )
+    assert "Ray: Raylet is terminated." in caplog.text
+    assert capsys.readouterr().out == ""
+    assert worker.print_to_stdstream is before
+
+
+def test_a_signal_while_ray_starts_leaves_no_folder(
+    ray_init: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    session = tmp_path / "session_1"
+
+    def begin_and_be_told_to_stop() -> None:
+        session.mkdir()
+        words = ["sleep", "600", f"--session-dir={session}"]
+        process = services.ConsolePopen(["bash", "-c", "exec sleep 600", *words])
+        started.append(psutil.Process(process.pid))
+        signal.raise_signal(signal.SIGTERM)
+
+    started: list[psutil.Process] = []
+    ray_init(begin_and_be_told_to_stop)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit), connected(None, min_cpus=1):
+            raise AssertionError("not reached")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not session.exists()
+    assert not runs(started[0])
 
 
 def test_a_long_start_is_not_silent(

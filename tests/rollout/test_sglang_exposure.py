@@ -48,6 +48,7 @@ def test_two_ranks_meet_by_a_file_and_other_machines_need_the_key(
     """An engine of two GPUs on a cluster, as far as a CPU has it: of all its ports, one can be reached from outside."""
     monkeypatch.setattr(cpu, "check", lambda **sizes: None)  # two ranks on CPU have no use but this
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
+    monkeypatch.setenv("SGLANG_NCCL_SO_PATH", str(tmp_path / "no NCCL where there is no GPU"))
     host = own_address()
     server = SGLangServer(
         SGLangSettings(),

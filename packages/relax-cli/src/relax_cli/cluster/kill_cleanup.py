@@ -83,7 +83,7 @@ class KillCleanUp:
     def _tell(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None and "\n" not in line:
             with contextlib.suppress(OSError):  # it was killed: the run goes on without it
-                self._process.stdin.write(line.encode() + b"\n")
+                self._process.stdin.write(os.fsencode(line) + b"\n")
                 self._process.stdin.flush()
 
     def __enter__(self) -> Self:
@@ -95,7 +95,11 @@ class KillCleanUp:
             assert self._process.stdin is not None, "it was started with a pipe"
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-            self._process.wait()
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:  # somebody has stopped it
+                self._process.kill()
+                self._process.wait()
 
 
 def move_logs(source: Path, target: Path) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -51,7 +51,7 @@ def start_local(ray: Any, note: Callable[[str], None], clean_up: KillCleanUp | N
             return
         except Exception as error:
             ray.shutdown()
-            _end(_new_processes(before))
+            end_new_processes(before)
             reason = str(error).strip() or repr(error)
             if attempt == 2 or isinstance(error, TimeoutError):
                 raise RayStartError(
@@ -147,21 +147,26 @@ def _is_dead(process: psutil.Process) -> bool:
         return False  # whoever reaped it knows
 
 
-def _new_processes(before: set[psutil.Process]) -> set[psutil.Process]:
-    """Children that are not in ``before``, and all below them; what the others have started is not Ray's."""
-    found = set(psutil.Process().children()) - before
-    for child in list(found):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found |= set(child.children(recursive=True))
-    return found
+def end_new_processes(before: Collection[psutil.Process]) -> None:
+    """Ends what a failed start has left, so that the next one finds the machine as it was.
 
-
-def _end(processes: set[psutil.Process]) -> None:
-    """Ends what a failed start has left, so that the next one finds the machine as it was."""
+    Args:
+        before: children of this process that are not Ray's.
+    """
+    processes = _new_processes(before)
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(processes, timeout=10)
+
+
+def _new_processes(before: Collection[psutil.Process]) -> set[psutil.Process]:
+    """Children that are not in ``before``, and all below them; what the others have started is not Ray's."""
+    found = set(psutil.Process().children()) - set(before)
+    for child in list(found):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= set(child.children(recursive=True))
+    return found
 
 
 def _logs() -> str:

@@ -10,7 +10,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from relax_cli.cluster.kill_cleanup import KillCleanUp, move_logs, remove_session
-from relax_cli.cluster.local_ray import START_DEADLINE_S, VITAL, start_local
+from relax_cli.cluster.local_ray import START_DEADLINE_S, VITAL, end_new_processes, start_local
 from relax_cli.cluster.nodes import NodeLost, RunNodes
 from relax_cli.cluster.ray_watch import (
     ASK_EVERY_S,
@@ -66,7 +66,8 @@ def connected(
     """
     _set_environment(address)
     stop = stop or StopFlag()
-    with contextlib.nullcontext() if address is not None else KillCleanUp(logs, remove) as clean_up:
+    clearing = contextlib.nullcontext() if address is not None else KillCleanUp(logs, remove)
+    with clearing as clean_up, _messages_logged():
         before = psutil.Process().children()
         with _ending_at_once():
             import ray
@@ -74,8 +75,12 @@ def connected(
             there_before = _session_folder(ray)
             try:
                 _connect(ray, address, min_cpus, note, clean_up)
-            except BaseException:
+            except BaseException as error:
                 ray.shutdown()
+                if isinstance(error, SystemExit) and clean_up is not None:  # nobody will want the logs of that Ray
+                    end_new_processes(before)
+                    for folder in clean_up.sessions:
+                        remove_session(folder)
                 raise
         session = _session_folder(ray) if address is None else None
         if session == there_before:  # whoever started that Ray ends it
@@ -96,6 +101,27 @@ def connected(
                 move_logs(session / "logs", logs)
             if session is not None and (not failed or logs is not None):
                 remove_session(session)
+
+
+@contextlib.contextmanager
+def _messages_logged() -> Iterator[None]:
+    """Inside, what Ray tells the driver of its processes goes to the log, and not between the lines for the user.
+
+    Whoever waits for one of them hears of its end anyway, and says it in words of ours.
+    """
+    from ray._private import worker
+
+    tell = worker.print_to_stdstream
+
+    def to_log(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+        for line in data["lines"]:
+            log.info("Ray: %s", line)
+
+    worker.print_to_stdstream = to_log
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = tell
 
 
 def _set_environment(address: str | None) -> None:

@@ -330,3 +330,11 @@ def test_a_server_argument_that_cannot_be_set_is_named_once(workspace: Path, sta
     assert told[0] == "--sglang-host: cannot be set: each engine gets its own address and free ports"
     (unknown,) = problems([*plan, "--sglang-mode", "a"])
     assert "--sglang-model" not in unknown, "what cannot be set is not suggested"
+
+
+def test_the_example_of_the_one_mode_runs_in_the_other() -> None:
+    examples = Path(__file__).resolve().parents[3] / "examples" / "arithmetic"
+    turned = resolve(["--dry-run", "--config", str(examples / "async.toml"), "--colocate"], EMPTY)
+    assert turned.cluster.mode == "colocate"
+    turned = resolve(["--dry-run", "--config", str(examples / "train.toml"), "--fully-async"], EMPTY)
+    assert turned.cluster.mode == "fully_async"

@@ -56,6 +56,9 @@ def test_products_outside_of_autograd_are_those_of_torch() -> None:
         with DeviceContext(), torch.no_grad():
             for product in (torch.matmul(a, b), a.matmul(b)):
                 torch.testing.assert_close(product, expected)
+                assert not product._is_view(), (
+                    "megatron's cross entropy writes into it, also inside an autograd function"
+                )
     weight.requires_grad_()
     with DeviceContext():
         torch.matmul(x, weight.t()).sum().backward()

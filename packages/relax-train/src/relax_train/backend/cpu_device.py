@@ -107,7 +107,9 @@ def _product(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
     matrices = a.dim() > 1 and b.dim() == 2 and a.dtype == b.dtype == torch.float32
     if not matrices or options or torch.is_grad_enabled() or _onednn_linear is None:
         return _torch_product(a, b, **options)
-    return _onednn_linear(a, b.t(), None, "none", [], "")
+    product = _onednn_linear(a.flatten(0, -2), b.t(), None, "none", [], "")
+    # Not a view: what follows may write into it (megatron's cross entropy does), which autograd forbids for views here.
+    return product.resize_(*a.shape[:-1], b.shape[1])
 
 
 def _rng_state(device: Any = "cuda") -> torch.Tensor:

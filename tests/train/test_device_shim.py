@@ -51,6 +51,7 @@ def test_products_outside_of_autograd_are_those_of_torch() -> None:
     torch.manual_seed(0)
     x, weight, grad = torch.randn(7, 1, 12), torch.randn(20, 12), torch.randn(7, 1, 20)
     pairs = [(x, weight.t()), (grad, weight), (grad[:, 0].t(), x[:, 0]), (x[:, 0], x[0, 0])]
+    pairs += [(grad[:0, 0].t(), x[:0, 0]), (x[:0], weight.t())]  # of an expert without tokens
     for a, b in [*pairs, *((a.double(), b.double()) for a, b in pairs)]:
         expected = torch.matmul(a, b)
         with DeviceContext(), torch.no_grad():

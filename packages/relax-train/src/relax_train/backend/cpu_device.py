@@ -105,7 +105,8 @@ def _product(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
     linear layers, which are functions of autograd with a backward pass of their own, call it six times a layer.
     """
     matrices = a.dim() > 1 and b.dim() == 2 and a.dtype == b.dtype == torch.float32
-    if not matrices or options or torch.is_grad_enabled() or _onednn_linear is None:
+    empty = not a.numel() or not b.numel()  # of an expert without tokens, which oneDNN refuses
+    if not matrices or empty or options or torch.is_grad_enabled() or _onednn_linear is None:
         return _torch_product(a, b, **options)
     product = _onednn_linear(a.flatten(0, -2), b.t(), None, "none", [], "")
     # Not a view: what follows may write into it (megatron's cross entropy does), which autograd forbids for views here.

@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -295,3 +296,32 @@ def test_a_run_that_ends_well_leaves_no_folder_of_ray_and_a_failed_one_its_logs(
         folder = Path(done.stdout.split()[-1])
         assert folder.is_dir() is (how == "fail")
         shutil.rmtree(folder, ignore_errors=True)
+
+
+STOPPED = """
+import os, signal, sys
+from ray._private import worker
+from relax_cli.cluster.ray_cluster import connected
+
+connect = worker.connect
+
+def connect_and_be_told_to_stop(*words, **options):
+    connect(*words, **options)
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise AssertionError("not reached")
+
+worker.connect = connect_and_be_told_to_stop
+with connected(None, min_cpus=1):
+    raise AssertionError("not reached")
+"""
+
+
+@pytest.mark.slow
+def test_a_sigterm_in_the_last_part_of_the_start_prints_nothing() -> None:
+    """By then the library of Ray is up in the driver, and would write its stack and abort."""
+    sessions = Path(tempfile.gettempdir(), "ray")
+    before = set(sessions.glob("session_2*"))
+    done = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == signal.SIGTERM, done.stderr
+    assert done.stdout + done.stderr == ""
+    assert set(sessions.glob("session_2*")) == before

@@ -18,7 +18,13 @@ from typing import Any
 import psutil
 
 from relax_cli.cluster.kill_cleanup import KillCleanUp, move_logs, remove_session
-from relax_cli.cluster.local_ray import START_DEADLINE_S, VITAL, end_new_processes, start_local
+from relax_cli.cluster.local_ray import (
+    NO_CRASH_HANDLER,
+    START_DEADLINE_S,
+    VITAL,
+    end_new_processes,
+    start_local,
+)
 from relax_cli.cluster.nodes import NodeLost, RunNodes
 from relax_cli.cluster.ray_watch import (
     ASK_EVERY_S,
@@ -69,7 +75,7 @@ def connected(
     clearing = contextlib.nullcontext() if address is not None else KillCleanUp(logs, remove)
     with clearing as clean_up, _messages_logged():
         before = psutil.Process().children()
-        with _ending_at_once():
+        with _ending_at_once(), _without_crash_handler():
             import ray
 
             there_before = _session_folder(ray)
@@ -101,6 +107,23 @@ def connected(
                 move_logs(session / "logs", logs)
             if session is not None and (not failed or logs is not None):
                 remove_session(session)
+
+
+@contextlib.contextmanager
+def _without_crash_handler() -> Iterator[None]:
+    """Inside, Ray puts no handler of its own into this process that writes the stack of its library, for SIGTERM too.
+
+    That one would print it to the terminal of a run that is told to stop, and end it by SIGABRT.
+    """
+    before = os.environ.get(NO_CRASH_HANDLER)
+    os.environ[NO_CRASH_HANDLER] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NO_CRASH_HANDLER]
+        else:
+            os.environ[NO_CRASH_HANDLER] = before
 
 
 @contextlib.contextmanager

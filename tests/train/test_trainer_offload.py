@@ -1,5 +1,6 @@
 """Sleep and wake. The mechanism is the same on a CPU, where storages can be emptied and refilled just as well."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,45 +30,118 @@ def make_batch(rollout_id: int) -> TrainBatch:
     )
 
 
-def make_trainer(folder: Path, bf16: bool) -> Any:
+def make_trainer(folder: Path, bf16: bool, host: Any = None) -> Any:
     from relax_train.trainer import Trainer
 
     trainer = Trainer(
         s.TrainSettings(
             model=s.ModelSettings(hf_checkpoint=str(folder), bf16=bf16),
             optimizer=s.OptimizerSettings(lr=1e-2, adam_eps=1e-3),
-        )
+        ),
+        host=host,
     )
     trainer.setup()
     return trainer
+
+
+class Held:
+    """Keeps the copies of an offload from running until somebody waits for them: what does not wait reads nonsense.
+
+    Attributes:
+        seen: what took place, in order.
+    """
+
+    def __init__(self, offload: Any) -> None:
+        self.seen: list[str] = []
+        self._gate, self._copies = threading.Event(), offload._copies
+        self._offload, self._copy, self._wait = offload, offload._copies.copy, offload.wait
+        offload._copies.copy, offload.wait = self.copy, self.wait
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        out = not self._offload.asleep
+        early = {part.storage.data_ptr() for part in self._offload._parts if part.early}
+        held = source.untyped_storage() if out else target.untyped_storage()
+        if out or held.data_ptr() not in early:
+            if not out:
+                target.fill_(255)  # as new memory may be: not a number
+            self._copies._pool.submit(self._gate.wait)
+        self._copy(target, source)
+
+    def wait(self) -> None:
+        """The optimizer is about to be used: only now its states come back."""
+        if self._offload._in is not None:
+            self.seen.append("in")
+            self._gate.set()
+            self._wait()
+            self._gate.clear()
+
+    def sleep(self) -> None:
+        """Lets the copies out run when the offload waits for them."""
+        mark = self._offload._out
+        assert mark is not None, "they began with the end of the step"
+        assert not mark._place.done(), "they are held"
+        wait = mark.wait
+
+        def opened() -> None:
+            self.seen.append("out")
+            assert all(part.storage.nbytes() for part in self._offload._parts), "nothing is freed before its copy"
+            self._gate.set()
+            wait()
+            self._gate.clear()
+
+        mark.wait = opened
+        self._offload.sleep()
 
 
 def _weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket.items()}
 
 
-def _three_steps(folder: Path, bf16: bool, naps: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Weights after three steps, and the bytes that the memory of model and optimizer had during each nap."""
-    from relax_train.backend import offload
+def _three_steps(folder: Path, bf16: bool, naps: str) -> tuple[dict[str, torch.Tensor], list[int], list[str]]:
+    """Weights after three steps, and the bytes that the memory of model and optimizer had during each nap.
 
-    offload.PIECE = 1000  # several pieces a storage, the last one shorter
-    trainer = make_trainer(folder, bf16)
+    Args:
+        naps: ``none``; ``plain``, one after another; ``held``, begun with the end of a step and copied at the last
+            moment that is allowed; ``room``, where half of the memory stays.
+    """
+    from relax_train.backend import host_memory
+
+    host_memory.CHUNK = 4096  # several chunks a storage, and several storages a chunk
+    trainer = make_trainer(folder, bf16, host_memory.HostMemory(pinned=False) if naps == "held" else None)
+    part = trainer._offload
+    held = None
     sizes = []
     for i in range(3):
         trainer.train(make_batch(i), version=i)
-        if naps:
-            part = trainer._offload
-            tensors = [*part._state_tensors(), *part._gradient_tensors()]
+        if naps == "none":
+            continue
+        tensors = [*part._weight_tensors(), *part._optimizer_tensors(), *part._gradient_tensors()]
+        full = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        if held is None:
+            part.room = full // 4 if naps == "room" else 0
             part.sleep()
+        else:
+            _weights(trainer)  # a push, while the copies out are under way
+            held.sleep()
+        part.sleep()
+        sizes.append(sum(t.untyped_storage().nbytes() for t in tensors))
+        with pytest.raises(RuntimeError, match=r"the trainer sleeps.*call wake\(\) first"):
+            trainer.train(make_batch(9), version=9)
+        if naps == "held" and held is None:
+            held = Held(part)
+        trainer.wake()
+        trainer.wake()
+        if i == 1 and held is None:  # up and down again without a step: what the host has still holds
             part.sleep()
-            sizes.append(sum(t.untyped_storage().nbytes() for t in tensors))
-            with pytest.raises(RuntimeError, match=r"the trainer sleeps.*call wake\(\) first"):
-                trainer.train(make_batch(9), version=9)
-            trainer.wake()
+            if naps == "room":
+                assert part.resident > 0
+                part.free_resident()
+                assert not any(t.untyped_storage().nbytes() for t in tensors)
             trainer.wake()
     weights = _weights(trainer)
+    seen = held.seen if held is not None else []
     trainer.close()
-    return weights, sizes
+    return weights, sizes, seen
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -76,11 +150,14 @@ def test_a_nap_frees_everything_and_changes_nothing(
     reference: Any, run_ranks: RunRanks, bf16: bool, world: int
 ) -> None:
     folder = reference("qwen3").folder
-    expected, _ = run_ranks(_three_steps, world, folder, bf16, False)[0]
-    for weights, sizes in run_ranks(_three_steps, world, folder, bf16, True):
-        assert sizes == [0, 0, 0]
-        for name, tensor in expected.items():
-            assert torch.equal(weights[name], tensor), name
+    expected, _, _ = run_ranks(_three_steps, world, folder, bf16, "none")[0]
+    for naps in ("plain", "held", "room"):
+        for weights, sizes, seen in run_ranks(_three_steps, world, folder, bf16, naps):
+            assert [size > 0 for size in sizes] == [naps == "room"] * 3
+            # The optimizer is waited for by the step alone, after forward and backward pass; then what leaves.
+            assert seen == (["in", "out", "in", "out"] if naps == "held" else [])
+            for name, tensor in expected.items():
+                assert torch.equal(weights[name], tensor), name
 
 
 def _sleep_on_cpu(folder: Path) -> bool:
@@ -95,3 +172,45 @@ def _sleep_on_cpu(folder: Path) -> bool:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to sleep on")
 def test_without_a_gpu_the_trainer_does_not_sleep(reference: Any, run_ranks: RunRanks) -> None:
     assert run_ranks(_sleep_on_cpu, 1, reference("qwen3").folder) == [True]
+
+
+def test_host_memory_lies_end_to_end_and_says_when_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from relax_train.backend import host_memory
+
+    monkeypatch.setattr(host_memory, "CHUNK", 4096)
+    memory = host_memory.HostMemory(pinned=False)
+    memory.begin(5000)
+    assert memory.size == 8192
+    sizes = [5000, 1, 0, 3000, 600, 10_000]
+    places = memory.places(sizes)  # more than was begun
+    for number, where in enumerate(places):
+        for place in where:
+            memory.view(place).fill_(number)
+    for number, (size, where) in enumerate(zip(sizes, places, strict=True)):
+        found = torch.cat([memory.view(p) for p in where]) if where else torch.empty(0)
+        assert found.tolist() == [number] * size
+    assert memory.ready
+    memory.close()
+    memory.close()
+
+    def refuse(size: int) -> torch.Tensor:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(host_memory, "_touched", refuse)
+    none_left = host_memory.HostMemory(pinned=False)
+    (place,) = none_left.places([100])[0]
+    with pytest.raises(MemoryError, match=r"no room for 0.0 GiB.*give the run more host memory.*Cannot allocate"):
+        none_left.view(place)
+    none_left.close()
+
+
+def test_the_estimate_of_what_sleeps_covers_it(reference: Any, run_ranks: RunRanks) -> None:
+    """It is begun before there is a model, and a little that is missing is added later."""
+    estimates = run_ranks(_estimate, 1, reference("qwen3").folder)
+    assert 0.95 < estimates[0] < 1.05
+
+
+def _estimate(folder: Path) -> float:
+    trainer = make_trainer(folder, True)
+    kept = sum(storage.nbytes() for storage, _ in trainer._offload._kept())
+    return trainer.model.shape.sleeping_bytes(trainer.parallel, bf16=True, offload=False) / kept

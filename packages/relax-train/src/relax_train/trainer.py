@@ -23,6 +23,7 @@ from relax_train.algorithms.losses import masked_weights, weight_divisors
 from relax_train.algorithms.reference import ReferenceWeights
 from relax_train.algorithms.registry import load_estimator, load_loss
 from relax_train.backend.device_context import DeviceContext
+from relax_train.backend.host_memory import HostMemory
 from relax_train.backend.offload import Offload
 from relax_train.backend.optimizer import Optimizer, build_optimizer
 from relax_train.backend.parallel import ParallelState, setup_parallel, teardown_parallel
@@ -56,6 +57,8 @@ class Trainer:
         always_log_probs: run the forward-only log-prob pass also where the training pass gives the same values, for a
             profile of the phase ``train_log_probs``, which is empty otherwise. The training result is the same.
         observer: is told of the phases of each step.
+        host: memory for :meth:`sleep`, which may have been begun before. With it every push of weights is followed by a
+            sleep: what that takes is begun while the push and what comes before it run.
 
     Raises:
         ValueError: ``--advantage-estimator`` or ``--loss-type`` names a function of the user that cannot be imported or
@@ -70,6 +73,7 @@ class Trainer:
         total_steps: int | None = None,
         always_log_probs: bool = False,
         observer: StepObserver | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self._settings, self._temperature, self._total_steps = settings, temperature, total_steps
         self._always_log_probs = always_log_probs
@@ -82,6 +86,7 @@ class Trainer:
         self._forward_backward: ForwardBackward | None = None
         self._reference: ReferenceWeights | None = None
         self._offload: Offload | None = None
+        self._host = host
         self._offset = 0
         self._skipped_in_a_row = 0
 
@@ -96,6 +101,8 @@ class Trainer:
         settings = self._settings
         self._observer.before_model()
         self._parallel = setup_parallel(settings.parallel, seed=settings.model.seed)
+        if self._host is not None and self._parallel.device.type == "cuda":
+            self._host.pin(self._parallel.device)  # while the model is built and loaded
         self._model = build_model(settings, self._parallel)
         if settings.algorithm.needs_reference and settings.model.ref_load is not None:
             try:
@@ -109,7 +116,9 @@ class Trainer:
             self._reference = ReferenceWeights(self._model)
         self._optimizer = build_optimizer(settings, self._model, total_steps=self._total_steps)
         self._forward_backward = ForwardBackward(self._model, settings, temperature=self._temperature)
-        self._offload = Offload(self._model, self._optimizer)
+        self._offload = Offload(self._model, self._optimizer, self._host)
+        if self._host is not None:
+            self._offload.prepare()
 
     def sleep(self) -> None:
         """Gives the GPU's memory away: weights and optimizer move to the host. Without a GPU nothing happens.
@@ -126,6 +135,8 @@ class Trainer:
     def close(self) -> None:
         """Closes the observer and leaves the process group; may be called twice."""
         self._observer.close()
+        if self._offload is not None:
+            self._offload.close()
         if self._parallel is not None:
             teardown_parallel()
         self._parallel = self._model = self._optimizer = self._forward_backward = self._reference = self._offload = None
@@ -150,6 +161,16 @@ class Trainer:
             raise RuntimeError("the trainer sleeps, its weights are in host memory: call wake() first")
         return self.model
 
+    def _with_optimizer(self) -> Optimizer:
+        """The optimizer, of which a wake brings back moments and master weights after the weights."""
+        _there(self._offload).wait()
+        return _there(self._optimizer)
+
+    def _begin_sleep(self) -> None:
+        """Begins to copy out what the next sleep frees, unless that would have to wait for the host's memory."""
+        if self._host is not None and _there(self._offload).prepared:
+            _there(self._offload).begin_sleep()
+
     # ------------------------------------------------------------------ weights out
 
     def weight_buckets(self, max_bytes: int) -> Iterator[Bucket]:
@@ -158,7 +179,9 @@ class Trainer:
         Args:
             max_bytes: size of a bucket (``--update-weight-buffer-size``); a larger tensor comes alone.
         """
-        return weight_buckets(self._awake(), max_bytes)
+        model = self._awake()
+        self._begin_sleep()
+        return weight_buckets(model, max_bytes)
 
     def save(
         self, directory: str, rollout_id: int, extra: dict[str, Any] | None = None, files: Path | None = None
@@ -176,8 +199,8 @@ class Trainer:
             CheckpointError: it could not be written, for example on a full disk; the previous one is as it was.
         """
         keep = self._settings.checkpoint.max_actor_ckpt_to_keep
-        optimizer = _there(self._optimizer)
-        save_checkpoint(directory, rollout_id, self._awake(), optimizer, extra=extra, files=files, keep=keep)
+        model = self._awake()
+        save_checkpoint(directory, rollout_id, model, self._with_optimizer(), extra=extra, files=files, keep=keep)
 
     def load(self, directory: str) -> Loaded | None:
         """Resumes weights, optimizer and schedule from the latest checkpoint under ``directory``.
@@ -194,7 +217,9 @@ class Trainer:
             CheckpointError: it is unreadable.
             ValueError: it belongs to another model, precision or optimizer; the message names the difference.
         """
-        return load_checkpoint(directory, self._awake(), _there(self._optimizer))
+        model = self._awake()
+        _there(self._offload).changed()
+        return load_checkpoint(directory, model, self._with_optimizer())
 
     def save_hf(self, directory: str) -> None:
         """Writes a Hugging Face folder that transformers loads (``--save-hf``).
@@ -240,9 +265,12 @@ class Trainer:
         if len(samples) == 0:
             raise ValueError(f"rollout {samples.rollout_id} has no samples: there is nothing to train on")
         self._awake()
+        _there(self._offload).changed()
         offset, self._offset = self._offset, self._offset + 1
         with self._observer.phase("train_overall", offset):
-            return self._train(samples, rows, version, offset)
+            metrics = self._train(samples, rows, version, offset)
+        self._begin_sleep()
+        return metrics
 
     def _train(self, manifest: StepManifest, rows: RowSource, version: int, offset: int) -> dict[str, float]:
         settings, forward_backward, timer = self._settings, _there(self._forward_backward), PhaseTimer(self.parallel)
@@ -318,7 +346,7 @@ class Trainer:
         chosen["weights"] = {i: masked_weights(mask, divisors[i]) for i, mask in chosen["mask"].items()}
         optimizer.zero_grad()
         metrics = forward_backward.gradient(samples, chosen, plan)
-        result = update_weights(optimizer)
+        result = update_weights(self._with_optimizer())
         if result is not None:
             self._skipped_in_a_row = 0
             return metrics | {"grad_norm": result.grad_norm, "lr": result.lr, "skipped_steps": 0.0}
@@ -341,11 +369,11 @@ class PhaseTimer:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time inside to the phase ``name``; waits for the GPU at its end."""
+        """Adds the time inside to the phase ``name``; waits at its end for what the GPU computes, not for copies."""
         start = time.perf_counter()
         yield
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 

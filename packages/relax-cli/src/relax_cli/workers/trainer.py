@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from relax_data.types import StepManifest
     from relax_rollout.engines.base import EngineAddress
     from relax_rollout.weight_sync.base import PushReport, WeightTransport
+    from relax_train.backend.host_memory import HostMemory
     from relax_train.checkpoint.manifest import Loaded
     from relax_train.observer import StepObserver
     from relax_train.trainer import Trainer
@@ -45,6 +46,7 @@ class TrainActor:
         self._rank, self._world_size, self._threads = rank, world_size, threads
         self._trainer: Trainer | None = None
         self._transport: WeightTransport | None = None
+        self._host: HostMemory | None = None
 
     def place(self, one_node: bool) -> tuple[str, int]:
         """Address of this process's node and a free port on it, for rank 0 to be the rendezvous.
@@ -62,6 +64,9 @@ class TrainActor:
     def prepare(self) -> None:
         """Imports what :meth:`setup` needs, without touching a device: the slow part of a start.
 
+        Where trainer and engines take turns on a GPU, the memory of the host that the trainer's weights and optimizer
+        move to is begun here as well, beside the imports and the engines' start.
+
         Raises:
             ValueError: ``--advantage-estimator`` or ``--loss-type`` names a function of the user that cannot be used;
                 now, while the engines load, and not after they have.
@@ -70,7 +75,24 @@ class TrainActor:
 
         load_estimator(self._config.train.algorithm.advantage_estimator)
         load_loss(self._config.train.algorithm.loss_type)
+        self._host = self._begin_host_memory()
         import relax_train.trainer  # noqa: F401
+
+    def _begin_host_memory(self) -> "HostMemory | None":
+        """Memory of the host for all that sleeps; None where the trainer never sleeps."""
+        debug, placement = self._config.debug, self._placement
+        if placement.device != "cuda" or not placement.shared or debug.debug_train_only:
+            return None
+        from relax_train.backend.host_memory import HostMemory
+        from relax_train.models.architectures import model_shape
+        from relax_train.settings.model import read_hf_config
+
+        train = self._config.train
+        shape = model_shape(read_hf_config(train.model.hf_checkpoint))
+        host = HostMemory(pinned=True)
+        bf16 = train.model.bf16 is not False
+        host.begin(shape.sleeping_bytes(placement, bf16=bf16, offload=train.parallel.optimizer_cpu_offload))
+        return host
 
     def setup(self, master: tuple[str, int]) -> TrainerFacts:
         """Joins the process group and builds model and optimizer from ``--hf-checkpoint``.
@@ -101,6 +123,7 @@ class TrainActor:
             total_steps=self._total_steps(),
             always_log_probs=_profiles_log_probs(self._config),
             observer=self._observer(),
+            host=self._host,
         )
         self._trainer.setup()
         sizes = self._trainer.parallel

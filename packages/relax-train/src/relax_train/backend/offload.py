@@ -3,17 +3,50 @@
 Weights, master weights and optimizer moments go to pinned host memory; gradients are dropped, since the next step
 begins by clearing them. It works on storages, not on tensors: a storage is emptied and later filled again in place, so
 every view of it (parameters inside megatron's flat buffers, the optimizer's shards of them) stays valid.
+
+Copies run beside the computation (:mod:`relax_train.backend.copy_stream`), one after another in one stream::
+
+    compute   ... step |  push of the weights  |     engine     | forward, backward ...           | step
+    copies             |[out: all]             |                |[in: weights][in: optimizer]     |
+    host               begin_sleep        sleep: waits for    wake: the forward pass follows    wait: the step follows
+                                          both, then frees    the weights alone                 the optimizer
+
+Why nothing is lost: copies out follow the computation that wrote what they read (:meth:`CopyStream.follow`), and read
+only, as the push does; memory is freed after the host has waited for both. Copies in follow the computation that used
+the memory before; computation follows the copies in by a mark: that of the weights on :meth:`Offload.wake`, that of
+the optimizer on :meth:`Offload.wait`. A copy out that comes later stands behind the copy in, in the same stream.
 """
 
+import dataclasses
+import logging
+import time
 from collections.abc import Iterator
 
 import torch
 
+from relax_train.backend.copy_stream import Mark, copy_stream
+from relax_train.backend.host_memory import HostMemory, Place
 from relax_train.backend.optimizer import Optimizer
 from relax_train.models.build import Model
 
-PIECE = 256 << 20
-"""Bytes of one pinned allocation: torch rounds those up to a power of two, which wastes up to half of a big one."""
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class _Part:
+    """A storage that is kept over a sleep.
+
+    Attributes:
+        places: where its bytes are on the host.
+        early: the forward pass needs it.
+        stays: it is left on the device.
+    """
+
+    storage: torch.UntypedStorage
+    size: int
+    places: list[Place]
+    early: bool
+    stays: bool = False
 
 
 class Offload:
@@ -22,77 +55,178 @@ class Offload:
     Args:
         model: trainable.
         optimizer: of that model.
+        host: memory that was begun before; it is closed with this object.
+
+    Attributes:
+        room: bytes that may stay on the device during a sleep; it counts from the next change of the weights on.
     """
 
-    def __init__(self, model: Model, optimizer: Optimizer) -> None:
+    def __init__(self, model: Model, optimizer: Optimizer, host: HostMemory | None = None) -> None:
         self._model, self._optimizer = model, optimizer
-        self._kept: list[tuple[torch.UntypedStorage, int]] = []
+        self._device = model.parallel.device
+        self._host = HostMemory(pinned=self._device.type == "cuda") if host is None else host
+        if self._device.type == "cuda":
+            self._host.pin(self._device)
+        self._copies = copy_stream(self._device)
+        self._parts: list[_Part] = []
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
-        self._host: list[torch.Tensor] = []  # reused from one sleep to the next
+        self._current = False  # the host has, or gets, what the device has
+        self._out: Mark | None = None
+        self._in: Mark | None = None
+        self.asleep = False
+        """Whether the memory is given away; nothing of the model may be touched then."""
+        self.room = 0
+
+    def prepare(self) -> None:
+        """Begins to make the host's memory, in the background."""
+        self._host.begin(sum(storage.nbytes() for storage, _ in self._kept()))
 
     @property
-    def asleep(self) -> bool:
-        """Whether the memory is given away; nothing of the model may be touched then."""
-        return bool(self._kept)
+    def prepared(self) -> bool:
+        """Whether the memory of the host is there, so that :meth:`begin_sleep` does not wait for it."""
+        return self._host.size > 0 and self._host.ready
+
+    # ------------------------------------------------------------------ out
+
+    def changed(self) -> None:
+        """To be called before weights or optimizer change: what the host has is of no use then."""
+        assert not self.asleep
+        if self._out is not None:
+            self._out.block_compute()  # nothing may change under a copy
+            self._out = None
+        self._current = False
+
+    def begin_sleep(self) -> None:
+        """Begins to copy out what :meth:`sleep` will free; until then it may be read, and :meth:`changed` undoes it."""
+        if self.asleep or self._current:
+            return
+        self.wait()
+        kept = self._kept()
+        places = self._host.places([storage.nbytes() for storage, _ in kept])
+        self._parts = [
+            _Part(storage, storage.nbytes(), where, early) for (storage, early), where in zip(kept, places, strict=True)
+        ]
+        left = self.room
+        for part in self._parts:
+            part.stays = part.size <= left
+            left -= part.size if part.stays else 0
+        self._copies.follow()
+        self._copy_out(part for part in self._parts if not part.stays)
+        self._out, self._current = self._copies.mark(), True
+
+    def _copy_out(self, parts: Iterator[_Part]) -> None:
+        for part in parts:
+            for place in part.places:
+                self._copies.copy(self._host.view(place), _bytes_of(part.storage, place, self._device))
 
     def sleep(self) -> None:
-        """Frees the memory; harmless when it is free already."""
+        """Frees the memory, when all of it has been copied; harmless when it is free already."""
         if self.asleep:
             return
+        start = time.perf_counter()
         self._optimizer.megatron.zero_grad()  # the shards' own gradients
-        device = self._model.parallel.device
-        gradients = _storages(self._gradient_tensors(), device)
-        kept = _storages(self._state_tensors(), device)
-        for key in gradients:
-            kept.pop(key, None)
-        self._kept = [(storage, storage.nbytes()) for storage in kept.values()]
-        self._dropped = [(storage, storage.nbytes()) for storage in gradients.values()]
-        for piece, host in self._pieces(device):
-            host.copy_(piece, non_blocking=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        for storage, _ in [*self._kept, *self._dropped]:
+        if not self.prepared:
+            self.prepare()
+        self.begin_sleep()
+        self._dropped = [(storage, storage.nbytes()) for storage in self._gradients().values()]
+        if self._out is not None:
+            self._out.wait()
+            self._out = None
+        if self._in is not None:  # nothing has waited for it: no step was taken
+            self._in.wait()
+            self._in = None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        for part in self._parts:
+            if not part.stays:
+                part.storage.resize_(0)
+        for storage, _ in self._dropped:
             storage.resize_(0)
-        if device.type == "cuda":
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.asleep = True
+        log.debug("asleep after %.2f s, %.1f GiB stay", time.perf_counter() - start, self.resident / 2**30)
+
+    @property
+    def resident(self) -> int:
+        """Bytes that stay on the device while it sleeps."""
+        return sum(part.size for part in self._parts if part.stays)
+
+    def free_resident(self) -> None:
+        """Frees also what has stayed, for an engine that starts anew; until the next :meth:`wake`."""
+        assert self.asleep
+        staying = [part for part in self._parts if part.stays]
+        self._copies.follow()
+        self._copy_out(iter(staying))
+        self._copies.mark().wait()
+        for part in staying:
+            part.storage.resize_(0)
+            part.stays = False
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    # ------------------------------------------------------------------ in
+
     def wake(self) -> None:
-        """Takes the memory back and fills it with what was there; gradients are zero. Harmless when awake."""
+        """Takes the memory back and fills it with what was there; gradients are zero. Harmless when awake.
+
+        The weights may be used at once, the optimizer after :meth:`wait`.
+        """
         if not self.asleep:
             return
-        device = self._model.parallel.device
-        for storage, size in [*self._kept, *self._dropped]:
+        gone = [part for part in self._parts if not part.stays]
+        for storage, size in [*((part.storage, part.size) for part in gone), *self._dropped]:
             storage.resize_(size)
-        for piece, host in self._pieces(device):
-            piece.copy_(host, non_blocking=True)
+        self._copies.follow()  # whoever had the memory before
+        for early in (True, False):
+            for part in gone:
+                if part.early == early:
+                    for place in part.places:
+                        self._copies.copy(_bytes_of(part.storage, place, self._device), self._host.view(place))
+            if early:
+                self._copies.mark().block_compute()
+        self._in = self._copies.mark()
         for storage, size in self._dropped:
-            _bytes_of(storage, 0, size, device).zero_()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self._kept, self._dropped = [], []
+            _bytes_of(storage, (0, size, 0, 0), self._device).zero_()
+        self._dropped = []
+        self.asleep = False
 
-    def _pieces(self, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of what is kept, each with its place on the host, as bytes."""
-        number = 0
-        for storage, size in self._kept:
-            for start in range(0, size, PIECE):
-                length = min(PIECE, size - start)
-                if number == len(self._host):
-                    self._host.append(torch.empty(length, dtype=torch.uint8, pin_memory=device.type == "cuda"))
-                elif len(self._host[number]) < length:
-                    self._host[number] = torch.empty(length, dtype=torch.uint8, pin_memory=device.type == "cuda")
-                yield _bytes_of(storage, start, length, device), self._host[number][:length]
-                number += 1
+    def wait(self) -> None:
+        """Lets what is computed from now on begin when moments and master weights are back."""
+        if self._in is not None:
+            self._in.block_compute()
+            self._in = None
+
+    def close(self) -> None:
+        """Gives the host's memory back, when no copy is under way any more. Nothing may be called after it."""
+        self._copies.close()
+        self._host.close()
+
+    # ------------------------------------------------------------------ what there is
+
+    def _gradients(self) -> dict[int, torch.UntypedStorage]:
+        return _storages(self._gradient_tensors(), self._device)
+
+    def _kept(self) -> list[tuple[torch.UntypedStorage, bool]]:
+        """The storages to keep, each once, with whether the forward pass needs it: those come first."""
+        gradients = self._gradients()
+        early = _storages(self._weight_tensors(), self._device)
+        late = _storages(self._optimizer_tensors(), self._device)
+        found = [(key, storage, True) for key, storage in early.items()]
+        found += [(key, storage, False) for key, storage in late.items() if key not in early]
+        return [(storage, is_early) for key, storage, is_early in found if key not in gradients]
 
     def _gradient_tensors(self) -> Iterator[torch.Tensor]:
         for chunk in self._model.chunks:
             for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
                 yield buffer.grad_data
 
-    def _state_tensors(self) -> Iterator[torch.Tensor]:
+    def _weight_tensors(self) -> Iterator[torch.Tensor]:
         for gpt in self._model.gpt:
             for parameter in gpt.parameters():
                 yield parameter.data
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         for group in self._optimizer.megatron.param_groups:
             for parameter in group["params"]:
                 yield parameter.data
@@ -113,7 +247,8 @@ def _storages(tensors: Iterator[torch.Tensor], device: torch.device) -> dict[int
     return found
 
 
-def _bytes_of(storage: torch.UntypedStorage, start: int, length: int, device: torch.device) -> torch.Tensor:
+def _bytes_of(storage: torch.UntypedStorage, place: Place, device: torch.device) -> torch.Tensor:
     """uint8 view of a part of a storage."""
+    start, length, _, _ = place
     whole = torch.empty(0, dtype=torch.uint8, device=device)
     return whole.set_(storage, start, (length,), (1,))

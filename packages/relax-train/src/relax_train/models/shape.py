@@ -279,6 +279,11 @@ class ModelShape:
         weights = fixed * (dense + expert)
         return (weights, optimizer) if offload else (weights + optimizer, 0)
 
+    def sleeping_bytes(self, sizes: ParallelSizes, *, bf16: bool, offload: bool) -> int:
+        """Bytes that move to the host while an engine has the GPU: :meth:`training_bytes` without the gradients."""
+        device, _ = self.training_bytes(sizes, bf16=bf16, offload=offload)
+        return device - 4 * sum(self.parameters_per_rank(sizes))
+
     def kv_cache_bytes(self, width: int) -> int:
         """Bytes of the keys and values of one token in all layers, at ``width`` bytes a number."""
         return 2 * self.layers * self.kv_heads * self.head_dim * width

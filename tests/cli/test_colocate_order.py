@@ -48,6 +48,7 @@ class Book:
         self.calls: list[str] = []
         self.on_call: dict[str, Callable[[], object]] = {}
         self.served = 0
+        self.ended = False
 
     def note(self, method: str, *numbers: int) -> None:
         self.calls.append(" ".join([method, *map(str, numbers)]))
@@ -110,6 +111,14 @@ class RecordingTrainers(TrainerGroup):
         self.rows: list[RowReference] = []
         self.saved_state: dict[str, Any] = {}
         self.saved_files: Path | None = None
+
+    def begin_traces(self) -> None:
+        assert self._book.calls[-1].startswith(("weight_versions", "train", "save")), (
+            "nothing of the step is left to do"
+        )
+
+    def finish_traces(self) -> None:
+        self._book.ended = True
 
     def train(self, manifest: StepManifest, rows: RowReference, rollout_id: int) -> dict[str, float]:
         assert manifest.rollout_id == rollout_id
@@ -259,6 +268,7 @@ def test_engines_and_trainer_take_turns_on_shared_gpus() -> None:
         *("resume_memory", "push_weights 1", "sleep", "resume_memory", "weight_versions"),
         *("release_memory", "wake", "save_state 0", "save 0"),
     ]
+    assert workers.book.ended, "what is profiled is written before the ranks end"
 
 
 def test_an_engine_that_serves_other_weights_ends_the_run() -> None:

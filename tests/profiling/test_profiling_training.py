@@ -145,6 +145,40 @@ def test_steps_beyond_the_window_are_not_recorded_when_its_last_one_never_came(l
     assert marks(traces["train_overall"], "train_overall") == ["train_overall#1", "train_overall#2"]
 
 
+@pytest.mark.parametrize("stacks", [False, True])
+@pytest.mark.parametrize("end", ["write", "last", "close"])
+def test_a_deferred_trace_is_written_when_asked_for_and_holds_its_window_alone(
+    tmp_path: Path, stacks: bool, end: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    settings = TrainProfileSettings(
+        use_pytorch_profiler=True, profile_step_start=1, profile_step_end=2, profile_with_stack=stacks
+    )
+    observer = build_observer(settings, MemoryProfileSettings(), trace_dir=tmp_path, deferred=True)
+    observer.before_model()
+    observer.write_traces()  # nothing is there yet
+    for offset in range(2 if end == "last" else 5):
+        with observer.phase("train_overall", offset):
+            (torch.ones(4) + 1 if offset in (1, 2) else torch.tanh(torch.ones(4))).sum()
+        assert not (tmp_path / "train_trace").exists()
+        if end == "write" and offset == 3:
+            observer.write_traces()
+            break
+    if end == "last":  # the run ends within the window
+        observer.write_traces()
+        assert not (tmp_path / "train_trace").exists()
+        observer.write_traces(last=True)
+    if end == "close":
+        observer.close()
+    (file,) = (tmp_path / "train_trace").iterdir()
+    observer.close()
+    assert list((tmp_path / "train_trace").iterdir()) == [file]
+    trace = load_trace(file)
+    assert marks(trace, "train_overall") == [f"train_overall#{i}" for i in ((1,) if end == "last" else (1, 2))]
+    assert "aten::add" in operators(trace)
+    assert "aten::tanh" not in operators(trace)
+
+
 def small_run(observer: TrainingObserver, *, between: Any = lambda step: None) -> list[int]:
     """Six steps; what was done."""
     import torch

@@ -22,6 +22,10 @@ class StepObserver(Protocol):
         """Surrounds a phase; an exception passes through it unchanged."""
         ...
 
+    def write_traces(self, *, last: bool = False) -> None:
+        """At a moment when nothing waits for this rank; ``last``: no step follows."""
+        ...
+
     def close(self) -> None:
         """At the end of the run, also of a failed one; may be called twice."""
         ...
@@ -37,6 +41,10 @@ class NullObserver:
     def phase(self, name: Phase, offset: int) -> AbstractContextManager[None]:
         """Surrounds nothing."""
         return contextlib.nullcontext()
+
+    def write_traces(self, *, last: bool = False) -> None:
+        """Does nothing."""
+        pass
 
     def close(self) -> None:
         """Does nothing."""

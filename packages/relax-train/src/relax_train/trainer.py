@@ -132,6 +132,14 @@ class Trainer:
         """Takes the GPU's memory back, with everything as it was."""
         _there(self._offload).wake()
 
+    def write_traces(self, *, last: bool = False) -> None:
+        """Lets the observer write what it has recorded; for a moment when nothing waits for this rank.
+
+        Args:
+            last: no step follows.
+        """
+        self._observer.write_traces(last=last)
+
     def close(self) -> None:
         """Closes the observer and leaves the process group; may be called twice."""
         self._observer.close()

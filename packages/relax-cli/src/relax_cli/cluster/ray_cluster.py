@@ -94,7 +94,7 @@ def connected(
         failed, nodes = True, RunNodes()
         try:
             watch = _watched(session, before, address, stop, tell or (lambda lost: note(str(lost))), nodes)
-            with watch, _messages_of_ray_in_log():
+            with watch:
                 yield nodes
             failed = False
         except StopRequested:
@@ -223,26 +223,6 @@ def _leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-@contextlib.contextmanager
-def _messages_of_ray_in_log() -> Iterator[None]:
-    """Inside, what Ray would print on the terminal of errors of its own goes to the log of the driver.
-
-    A raylet that dies prints fifty lines of counters, once for every worker that noticed.
-    """
-    from ray._private import worker
-
-    before = worker.print_to_stdstream
-
-    def to_log(data: dict[str, Any], ignore_prefix: bool) -> None:
-        log.info("Ray (%s): %s", data.get("pid"), "\n".join(data.get("lines", [])))
-
-    worker.print_to_stdstream = to_log
-    try:
-        yield
-    finally:
-        worker.print_to_stdstream = before
 
 
 def _session_folder(ray: Any) -> Path | None:

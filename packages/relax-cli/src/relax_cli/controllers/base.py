@@ -188,6 +188,8 @@ class Controller(abc.ABC):
             self._evaluate(rollout_id)
         self._finish()
         self._save_at_end(rollout_id)
+        if not self.config.debug.debug_rollout_only:
+            self.workers.trainers.finish_traces()
         return self.outcome
 
     def _prepare(self) -> int:
@@ -249,6 +251,7 @@ class Controller(abc.ABC):
         self._timer = PhaseTimer()
         if trained:
             self._after_training(rollout_id, self._timer)
+            self.workers.trainers.begin_traces()
         self._timer.stop()
 
     def _after_training(self, rollout_id: int, timer: PhaseTimer) -> None:

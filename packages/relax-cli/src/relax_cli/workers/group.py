@@ -253,6 +253,7 @@ class WorkerGroups:
             one_node=len({s.node_id for s in own}) == 1,
             stop=self._stop,
             note=self._note,
+            profiles=self.config.train_profile.use_pytorch_profiler,
             silence=None if self._rollout is None else self._rollout.silence,
         )
 

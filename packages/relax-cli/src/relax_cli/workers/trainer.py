@@ -153,7 +153,9 @@ class TrainActor:
             return NullObserver()
         from relax_profiling.recorders.training import build_observer
 
-        return build_observer(train, memory, trace_dir=self._config.trace_dir, **self._config.rank_tag(self._rank))
+        return build_observer(
+            train, memory, trace_dir=self._config.trace_dir, deferred=True, **self._config.rank_tag(self._rank)
+        )
 
     def connect(self, engines: "Sequence[EngineAddress]") -> None:
         """Tells this rank where the engines are, and sets up the way for weights to them; again when one has moved."""
@@ -221,6 +223,10 @@ class TrainActor:
     def wake(self) -> None:
         """Moves model and optimizer back to the GPU."""
         self._ready.wake()
+
+    def write_traces(self, last: bool) -> None:
+        """Writes the trace of the steps that were to be profiled, when they are over; ``last``: also when they are not."""
+        self._ready.write_traces(last=last)
 
     def close(self) -> None:
         """Ends the process groups of this rank."""

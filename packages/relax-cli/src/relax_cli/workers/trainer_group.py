@@ -27,6 +27,7 @@ class TrainerGroup:
     """
 
     meanwhile: Callable[[], object] | None = None
+    _profiles: bool = False
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class TrainerGroup:
         *,
         one_node: bool,
         stop: StopFlag,
+        profiles: bool = False,
         note: Callable[[str], None] | None = None,
         silence: Callable[[], str] | None = None,
     ) -> None:
@@ -42,9 +44,11 @@ class TrainerGroup:
         Args:
             one_node: all ranks are on one node, so that they meet on the loopback.
             stop: ends a wait when its grace time is over.
+            profiles: they record traces.
             note: takes lines for the user while a push of weights is waited for.
             silence: says which engines do not answer, for those lines.
         """
+        self._profiles = profiles
         self._actors, self._one_node, self._stop = list(actors), one_node, stop
         self._note, self._silence = note, silence
 
@@ -142,6 +146,20 @@ class TrainerGroup:
     def wake(self) -> None:
         """Takes the GPUs back; the engines must have released their memory."""
         self._wait([a.call(TrainActor.wake) for a in self._actors], "the trainer to take GPU memory back")
+
+    def begin_traces(self) -> None:
+        """Lets the ranks write the traces of profiled steps while the engines generate; does not wait.
+
+        What a rank is asked next waits for it.
+        """
+        if self._profiles:
+            for actor in self._actors:
+                actor.call(TrainActor.write_traces, False)
+
+    def finish_traces(self) -> None:
+        """Waits until the ranks have written all that they recorded; no step may follow."""
+        if self._profiles:
+            self._wait([a.call(TrainActor.write_traces, True) for a in self._actors], "the training traces")
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -20,6 +20,13 @@ logger = logging.getLogger(__name__)
 GZIP_LEVEL = 4
 
 
+def _wait_for_device() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def span_name(target: str, offset: int) -> str:
     """The name of a phase within a trace: ``train_actor#2`` for the step with offset 2."""
     return f"{target}#{offset}"
@@ -33,20 +40,35 @@ class TorchSession:
 
     Args:
         directory: the traces are written here, at the end of the window.
+        deferred: at the end of the window nothing is recorded any more, which takes no time; all that does, waits for
+            :meth:`close`. torch wants that on the same thread, and lets no other run meanwhile.
+
+    Attributes:
+        waiting: the window is over, and :meth:`close` will write it.
     """
 
     def __init__(
-        self, settings: TrainProfileSettings, directory: Path, tag: RankTag, *, clock: Clock = time.time
+        self,
+        settings: TrainProfileSettings,
+        directory: Path,
+        tag: RankTag,
+        *,
+        clock: Clock = time.time,
+        deferred: bool = False,
     ) -> None:
         self._settings = settings
         self._directory = directory
         self._tag = tag
         self._clock = clock
+        self._deferred = deferred
         self._window = settings.window()
         self._profiler: Any = None
         self._recording = False
         self._recorded: list[int] = []
         self._record_function: Any = None
+        self._activities: list[Any] = []
+        self._stopped = False
+        self.waiting = False
         self.finished = False
         self.files: list[Path] = []
 
@@ -56,8 +78,8 @@ class TorchSession:
         False when nothing more will be recorded; so does :meth:`end_step`.
         """
         if self._recording and self._window.is_over(offset):
-            self.close()  # steps were left out: the window's last one never came
-        if self.finished:
+            self._end_window()  # steps were left out: the window's last one never came
+        if self.finished or self.waiting:
             return False
         if offset in self._window:
             if self._profiler is None:
@@ -75,25 +97,43 @@ class TorchSession:
         return self._record_function(span_name(name, offset)) if self._recording else None
 
     def end_step(self, offset: LaunchOffset) -> bool:
-        """At the end of a step: the last one of the window writes the traces."""
+        """At the end of a step: the last one of the window writes the traces, or leaves that to :meth:`close`."""
         if self._recording and self._window.is_over(LaunchOffset(offset + 1)):
+            self._end_window()
+        return not (self.finished or self.waiting)
+
+    def _end_window(self) -> None:
+        if not self._deferred:
             self.close()
-        return not self.finished
+            return
+        self._recording, self.waiting = False, True
+        if self._settings.profile_with_stack or self._settings.profile_with_memory:
+            self._stop()  # these go on until then, at the cost of the steps that follow
+        else:
+            _wait_for_device()  # what it has not finished would be missing
+            self._profiler.toggle_collection_dynamic(False, self._activities)
 
     def close(self) -> None:
         """Stops and writes what was recorded, also in the middle of the window."""
         if self.finished:
             return
         self.finished = True
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
+        recorded = self._recording or self.waiting
+        self._recording = self.waiting = False
+        if self._profiler is None:
             return
+        self._stop()
+        profiler, self._profiler = self._profiler, None
+        if recorded:
+            self._write(profiler)
+
+    def _stop(self) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "profiler won't be using warmup" and the like
-            profiler.stop()
-        if self._recording:
-            self._recording = False
-            self._write(profiler)
+            self._profiler.stop()
 
     def _prepare(self, warmup: bool) -> None:
         import torch
@@ -116,7 +156,7 @@ class TorchSession:
                 with_stack=s.profile_with_stack,
             )
             profiler.start()
-        self._profiler = profiler
+        self._profiler, self._activities = profiler, activities
         self._record_function = record_function
 
     def _write(self, profiler: Any) -> None:

@@ -48,10 +48,12 @@ def build_observer(
     dp: int = 0,
     tp: int = 0,
     pp: int = 0,
+    deferred: bool = False,
 ) -> "TrainingObserver":
     """The observer of one training process.
 
     Args:
+        deferred: write traces in :meth:`TrainingObserver.write_traces` or at the end, and not between two steps.
         trace_dir: the run's folder ``traces/NAME``, the same for all processes.
         rank: global rank; ``dp``, ``tp``, ``pp`` are its data, tensor and pipeline parallel ranks.
 
@@ -63,7 +65,9 @@ def build_observer(
         raise ValueError("\n".join(found))
     layout = TraceLayout(Path(trace_dir).expanduser().absolute())
     tag = RankTag(rank, dp, tp, pp)
-    session = TorchSession(train_settings, layout.train, tag) if train_settings.use_pytorch_profiler else None
+    session: TorchSession | None = None
+    if train_settings.use_pytorch_profiler:
+        session = TorchSession(train_settings, layout.train, tag, deferred=deferred)
     recorder: MemoryRecorder | None = None
     if memory_settings.record_memory_history:
         chosen = memory_settings.memory_snapshot_dir
@@ -85,6 +89,7 @@ class TrainingObserver:
         self, session: TorchSession | None, recorder: MemoryRecorder | None, *, snapshot_after: int | None = None
     ) -> None:
         self._session = session
+        self._unwritten: TorchSession | None = None  # its window is over
         self._recorder = recorder
         self._snapshot_after = snapshot_after
         self._depth = 0
@@ -111,6 +116,21 @@ class TrainingObserver:
         """
         return _Phase(self, name, offset) if self._watching and os.getpid() == self._process else _NOTHING
 
+    def write_traces(self, *, last: bool = False) -> None:
+        """Writes the traces of a window that is over; for a moment at which nothing waits for this process.
+
+        Args:
+            last: no step will follow, so that a window which is not over ends here.
+        """
+        if os.getpid() != self._process:
+            return
+        if last and self._session is not None and self._depth == 0:
+            self._unwritten, self._session = self._session, None
+            self._watching = self._snapshot_after is not None
+        session, self._unwritten = self._unwritten, None
+        if session is not None:
+            _guarded("the training trace", session.close)
+
     def close(self) -> None:
         """Writes what is recorded; at the end of the run, also of a failed one; may be called twice."""
         if self._closed:
@@ -121,6 +141,7 @@ class TrainingObserver:
             return  # a fork, as of a data loader: what is recorded is its parent's, and torch's profiler would hang
         atexit.unregister(self.close)
         self._restore_sigterm()
+        self.write_traces()
         session, self._session = self._session, None
         if session is not None:
             _guarded("the training trace", session.close)
@@ -161,6 +182,7 @@ class TrainingObserver:
         running = _guarded("the training trace", lambda: tell(session))
         if not running:
             self._session = None
+            self._unwritten = session if session.waiting else None
         if running is None:
             _guarded("the training trace", session.close)
 

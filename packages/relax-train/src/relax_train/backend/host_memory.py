@@ -65,7 +65,8 @@ class HostMemory:
 
     def _finish_chunks(self) -> None:
         for touched in self._touched[len(self._ready) :]:
-            self._ready.append(touched if not self._pinned else self._pool.submit(_pinned, touched, self._device))
+            ready = touched if self._device is None else self._pool.submit(_pinned, touched, self._device)
+            self._ready.append(ready)
         if self._ready:
             self._ready[-1].add_done_callback(lambda _: self._tell())
 

@@ -154,7 +154,7 @@ def test_a_deferred_trace_is_written_when_asked_for_and_holds_its_window_alone(
     settings = TrainProfileSettings(
         use_pytorch_profiler=True, profile_step_start=1, profile_step_end=2, profile_with_stack=stacks
     )
-    observer = build_observer(settings, MemoryProfileSettings(), trace_dir=tmp_path, deferred=True)
+    observer = build_observer(settings, MemoryProfileSettings(), trace_dir=tmp_path).defer_traces()
     observer.before_model()
     observer.write_traces()  # nothing is there yet
     for offset in range(2 if end == "last" else 5):

@@ -153,9 +153,8 @@ class TrainActor:
             return NullObserver()
         from relax_profiling.recorders.training import build_observer
 
-        return build_observer(
-            train, memory, trace_dir=self._config.trace_dir, deferred=True, **self._config.rank_tag(self._rank)
-        )
+        tag = self._config.rank_tag(self._rank)
+        return build_observer(train, memory, trace_dir=self._config.trace_dir, **tag).defer_traces()
 
     def connect(self, engines: "Sequence[EngineAddress]") -> None:
         """Tells this rank where the engines are, and sets up the way for weights to them; again when one has moved."""
@@ -225,7 +224,7 @@ class TrainActor:
         self._ready.wake()
 
     def write_traces(self, last: bool) -> None:
-        """Writes the trace of the steps that were to be profiled, when they are over; ``last``: also when they are not."""
+        """Writes the trace of profiled steps that are over; with ``last``, as no step follows, also of others."""
         self._ready.write_traces(last=last)
 
     def close(self) -> None:

@@ -40,27 +40,21 @@ class TorchSession:
 
     Args:
         directory: the traces are written here, at the end of the window.
-        deferred: at the end of the window nothing is recorded any more, which takes no time; all that does, waits for
-            :meth:`close`. torch wants that on the same thread, and lets no other run meanwhile.
 
     Attributes:
+        deferred: at the end of the window nothing is recorded any more, which takes no time; all that does, waits for
+            :meth:`close`. torch wants that on the same thread, and lets no other run meanwhile.
         waiting: the window is over, and :meth:`close` will write it.
     """
 
     def __init__(
-        self,
-        settings: TrainProfileSettings,
-        directory: Path,
-        tag: RankTag,
-        *,
-        clock: Clock = time.time,
-        deferred: bool = False,
+        self, settings: TrainProfileSettings, directory: Path, tag: RankTag, *, clock: Clock = time.time
     ) -> None:
         self._settings = settings
         self._directory = directory
         self._tag = tag
         self._clock = clock
-        self._deferred = deferred
+        self.deferred = False
         self._window = settings.window()
         self._profiler: Any = None
         self._recording = False
@@ -103,7 +97,7 @@ class TorchSession:
         return not (self.finished or self.waiting)
 
     def _end_window(self) -> None:
-        if not self._deferred:
+        if not self.deferred:
             self.close()
             return
         self._recording, self.waiting = False, True

@@ -48,12 +48,10 @@ def build_observer(
     dp: int = 0,
     tp: int = 0,
     pp: int = 0,
-    deferred: bool = False,
 ) -> "TrainingObserver":
     """The observer of one training process.
 
     Args:
-        deferred: write traces in :meth:`TrainingObserver.write_traces` or at the end, and not between two steps.
         trace_dir: the run's folder ``traces/NAME``, the same for all processes.
         rank: global rank; ``dp``, ``tp``, ``pp`` are its data, tensor and pipeline parallel ranks.
 
@@ -65,9 +63,7 @@ def build_observer(
         raise ValueError("\n".join(found))
     layout = TraceLayout(Path(trace_dir).expanduser().absolute())
     tag = RankTag(rank, dp, tp, pp)
-    session: TorchSession | None = None
-    if train_settings.use_pytorch_profiler:
-        session = TorchSession(train_settings, layout.train, tag, deferred=deferred)
+    session = TorchSession(train_settings, layout.train, tag) if train_settings.use_pytorch_profiler else None
     recorder: MemoryRecorder | None = None
     if memory_settings.record_memory_history:
         chosen = memory_settings.memory_snapshot_dir
@@ -115,6 +111,12 @@ class TrainingObserver:
             offset: the step, counted from 0 in this launch.
         """
         return _Phase(self, name, offset) if self._watching and os.getpid() == self._process else _NOTHING
+
+    def defer_traces(self) -> "TrainingObserver":
+        """Leaves the writing of traces to :meth:`write_traces` and the end of the run; gives itself back."""
+        if self._session is not None:
+            self._session.deferred = True
+        return self
 
     def write_traces(self, *, last: bool = False) -> None:
         """Writes the traces of a window that is over; for a moment at which nothing waits for this process.

@@ -4,9 +4,9 @@
 
 A model of random weights with its optimizer trains on random rows; after each step its weights are walked through as a
 push does, and then it sleeps and wakes. What is visible of the switch is what a run waits for: ``sleep`` behind the
-push, ``wake`` until the weights may be used, and what a step takes longer because its optimizer still comes back. All that is
-set against the copy of the same bytes out and in, with nothing beside it, in the same process. It also checks that
-weights and optimizer are the same, bit for bit, and that a profiler that defers its trace loses no kernel.
+push, ``wake`` until the weights may be used, and what a step takes longer because its optimizer still comes back. All
+that is set against the copy of the same bytes out and in, with nothing beside it, in the same process. It also checks
+that weights and optimizer are the same, bit for bit, and that a profiler that defers its trace loses no kernel.
 
 The states leave for pinned memory of the host: 56 GiB for ``4b``. On a CPU, only ``--shape tiny`` makes sense: it shows
 that the script runs.

@@ -150,9 +150,6 @@ def sizes(flags: argparse.Namespace, shape: Shape) -> tuple[int, int]:
 def ours(flags: argparse.Namespace, shape: Shape) -> None:
     import torch
     from relax_train.backend.mcore import parallel_state
-    from relax_train.kernels import attention
-
-    attention.PREFERRED = flags.attention or attention.PREFERRED
     with tempfile.TemporaryDirectory() as folder:
         hf_config(shape).save_pretrained(folder)
         for setting in flags.settings or SETTINGS:
@@ -343,7 +340,6 @@ def run_all(flags: argparse.Namespace) -> None:
                 str(flags.row_tokens),
             ]
             options += ["--trace"] if flags.trace else []
-            options += ["--attention", flags.attention] if flags.attention else []
             options += ["--settings", *flags.settings] if flags.settings else []
             start, tail = time.perf_counter(), list[str]()
             for line in lines_of([sys.executable, __file__, *options], flags.limit):
@@ -391,7 +387,6 @@ def main() -> None:
     parser.add_argument("--row-tokens", type=int, default=16384)
     parser.add_argument("--limit", type=float, default=300, help="seconds of one shape and side")
     parser.add_argument("--trace", action="store_true")
-    parser.add_argument("--attention", choices=["flash", "cudnn"], help="kernel of ours; default: what it chooses")
     parser.add_argument("--case", choices=SHAPES, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.case is None:

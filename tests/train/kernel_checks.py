@@ -20,6 +20,9 @@ def check_all() -> None:
         _softmax(device, dtype, tolerance)
         for weighted in (False, True):
             _swiglu(device, dtype, tolerance, weighted)
+        for adds in (False, True):
+            _norm(device, dtype, tolerance, adds)
+        _sums(device, dtype, tolerance)
         sizes = [(True, 2, 3, 16), (False, 1, 1, 32)] + [(True, 8, 4, 128), (False, 4, 7, 64)] * (device == "cuda")
         for norm, groups, per_group, dim in sizes:
             _qkv(device, dtype, tolerance, norm, (groups, per_group, dim))
@@ -79,6 +82,34 @@ def _swiglu(device, dtype, tolerance, weighted):  # type: ignore[no-untyped-def]
         close("gradient of the weights of swiglu", grad_weights, wide_weights.grad, tolerance)
 
 
+def _norm(device, dtype, tolerance, adds):  # type: ignore[no-untyped-def]
+    import torch
+    from relax_train.kernels import norm
+
+    rows, size, eps = 7, 80, 1e-6
+    norm.PROGRAMS = 3  # of several rows each, the last ones of fewer
+    x, residual, grad_total, grad_out = (torch.randn(rows, size, device=device).to(dtype) for _ in range(4))
+    weight = torch.rand(size, device=device).to(dtype)
+    got_total, out, scales = norm.forward(x, residual if adds else None, weight, eps)
+    total = got_total.double().requires_grad_()
+    close("sum before the norm", got_total, x.double() + residual.double() if adds else x, tolerance)
+    wide_weight = weight.double().requires_grad_()
+    expected = torch.nn.functional.rms_norm(total, (size,), wide_weight, eps)
+    torch.autograd.backward((expected, total), (grad_out.double(), grad_total.double()))
+    close("norm", out, expected.detach(), tolerance)
+    grad, grad_weight = norm.backward(grad_total, grad_out, got_total, scales, weight)
+    close("gradient of the sum", grad, total.grad, tolerance)
+    close("gradient of the norm", grad_weight, wide_weight.grad, tolerance)
+
+
+def _sums(device, dtype, tolerance):  # type: ignore[no-untyped-def]
+    import torch
+    from relax_train.kernels import routing
+
+    rows, places = torch.randn(12, 48, device=device).to(dtype), torch.randperm(12, device=device).view(4, 3)
+    close("sums of rows", routing.sums(rows, places), rows.double()[places].sum(1), tolerance)
+
+
 def _qkv(device, dtype, tolerance, norm, sizes):  # type: ignore[no-untyped-def]
     import torch
     from relax_train.kernels import qkv
@@ -117,13 +148,13 @@ def _step_of(folder, recompute, fused):  # type: ignore[no-untyped-def]
     from relax_train import settings as s
     from relax_train.algorithms import logprobs
     from relax_train.backend.parallel import setup_parallel, teardown_parallel
-    from relax_train.models import build
+    from relax_train.models import build, experts
     from relax_train.models import fused as fused_layers
     from relax_train.models.build import build_model
     from relax_train.models.hf_mapping import load_hf_weights
     from relax_train.step import ForwardBackward
 
-    for module in (logprobs, fused_layers):
+    for module in (logprobs, fused_layers, experts):
         vars(module)["fuses"] = lambda tensor: fused and tensor.dtype in (torch.float32, torch.bfloat16)
     vars(build)["adds_products"] = lambda _: fused
     settings = s.TrainSettings(
@@ -175,7 +206,14 @@ def check_models() -> None:
     import tempfile
 
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     sizes = dict(
@@ -187,10 +225,13 @@ def check_models() -> None:
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True)),  # type: ignore[arg-type]
         "qwen2": Qwen2ForCausalLM(Qwen2Config(**sizes | {"hidden_size": 64}, tie_word_embeddings=False)),  # type: ignore[arg-type]
     }
+    moe = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16, norm_topk_prob=True, mlp_only_layers=[0])
+    models["moe"] = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes | moe, head_dim=16, tie_word_embeddings=False))  # type: ignore[arg-type]
     choices: dict[str, dict[str, object]] = {
         "nothing recomputed": {},
         "selective": {"recompute_granularity": "selective"},
         "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }
     with tempfile.TemporaryDirectory() as folder:
         for name, model in models.items():

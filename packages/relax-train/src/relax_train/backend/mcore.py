@@ -66,6 +66,7 @@ with warnings.catch_warnings(), _without("wandb"):
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -157,6 +158,7 @@ __all__ = [
     "MCoreSavePlanner",
     "MegatronModule",
     "MegatronOptimizer",
+    "MoELayer",
     "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",

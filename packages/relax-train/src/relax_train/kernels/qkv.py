@@ -165,4 +165,6 @@ def backward(
     )  # fmt: skip
     if norms is None:
         return grad_mixed, None
-    return grad_mixed, (partial[:, :, :per_group].sum((0, 1, 2)), partial[:, :, per_group].sum((0, 1)))
+    # A column of heads: a sum over the programs first, in which neighbours in memory are added by neighbouring threads.
+    heads = partial.view(programs, -1).sum(0).view(groups, per_group + 2, dim)
+    return grad_mixed, (heads[:, :per_group].sum((0, 1)), heads[:, per_group].sum(0))

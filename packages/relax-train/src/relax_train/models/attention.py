@@ -28,7 +28,6 @@ from relax_train.backend.mcore import (
     TransformerConfig,
     tensor_parallel,
 )
-from relax_train.kernels import attention as cudnn_attention
 from relax_train.models.context_parallel import zigzag_positions
 from relax_train.models.rope import Rope
 from relax_train.models.rotary import rotary_tables, rotate
@@ -187,12 +186,6 @@ class _Plan:
         cu_k = torch.tensor([0, *keys]).cumsum(0).to(device=self._device, dtype=torch.int32)
         return cu_q, cu_k, max(queries), max(keys)
 
-    @functools.cached_property
-    def cudnn(self) -> tuple[torch.Tensor, int]:
-        """Borders and the longest document, as cuDNN gets them; without context parallelism."""
-        borders, _, longest, _ = self.varlen
-        return cudnn_attention.rounded(borders, longest)
-
 
 def _plan(packed: PackedSeqParams, cp_size: int, cp_rank: int, device: torch.device) -> _Plan:
     # Kept on the object itself: it lives as long as the micro-batch, and recomputation gets the same object.
@@ -310,11 +303,8 @@ class PackedAttention(MegatronModule):
         if kernel is not None:
             if cp > 1:
                 key, value = key.index_select(0, plan.key_index), value.index_select(0, plan.key_index)
-            if cp == 1 and cudnn_attention.PREFERRED == "cudnn":
-                out = cudnn_attention.cudnn(query, key, value, *plan.cudnn, self.softmax_scale)
-            else:
-                cu_q, cu_k, longest_q, longest_k = plan.varlen
-                out = kernel(query, key, value, cu_q, cu_k, longest_q, longest_k, scale=self.softmax_scale)
+            cu_q, cu_k, longest_q, longest_k = plan.varlen
+            out = kernel(query, key, value, cu_q, cu_k, longest_q, longest_k, scale=self.softmax_scale)
         else:
             if cp > 1:
                 key, value = key.index_select(0, plan.key_order), value.index_select(0, plan.key_order)

@@ -45,7 +45,7 @@ from relax_train.backend.mcore import (
 )
 from relax_train.backend.parallel import ParallelState
 from relax_train.models.architectures import model_shape
-from relax_train.models.experts import use_grouped_products
+from relax_train.models.experts import in_order, use_grouped_products
 from relax_train.models.fused import Remake, fuse
 from relax_train.models.layers import stage_spec
 from relax_train.models.shape import ModelShape
@@ -318,7 +318,8 @@ def build_model(
         chunk: Any = gpt
         if trainable:
             options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-            chunk = DistributedDataParallel(config, options, gpt)
+            with in_order(gpt):
+                chunk = DistributedDataParallel(config, options, gpt)
         else:
             gpt.requires_grad_(False)
             gpt.eval()

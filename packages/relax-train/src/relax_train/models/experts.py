@@ -2,19 +2,25 @@
 
 Without TransformerEngine megatron-core has a loop over the experts of a layer: with 64 of them hundreds of small
 kernels in each direction, which a GPU waits for. The parameters stay those of megatron's experts, so that checkpoints,
-gradient buffers and the Hugging Face map know nothing of it; their weights are put side by side for each product, which
-moves twice their bytes through the device's memory, and not kept for the backward pass.
+gradient buffers and the Hugging Face map know nothing of it. Their weights and gradients lie at equal distances in
+megatron-core's flat buffers, in the order of the experts (:func:`in_order`), where the products read and write them as
+one tensor; elsewhere the weights are put side by side for each product.
+
+Where one rank has all experts of a layer, tokens go to them and come back without megatron-core's dispatcher, which
+sorts them by rank after it sorted them by expert, and asks the device for the counts.
 """
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from relax_train.backend.mcore import SequentialMLP
+from relax_train.backend.device import fuses
+from relax_train.backend.mcore import MoELayer, SequentialMLP
 from relax_train.models.fused import keep_recipe_of, swiglu
 
 
@@ -24,33 +30,43 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, ends, *weights)
-        return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
+        return F.grouped_mm(x, _side_by_side(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, ends, *weights = ctx.saved_tensors
         grad = grads[0].contiguous()
-        grad_x = F.grouped_mm(grad, torch.stack(weights), offs=ends)
+        grad_x = F.grouped_mm(grad, _side_by_side(weights), offs=ends)
         grad_weights = F.grouped_mm(grad.transpose(0, 1), x, offs=ends)
         return grad_x, None, *_added(weights, grad_weights)
 
 
-def _added(weights: Sequence[torch.Tensor], grads: torch.Tensor) -> Sequence[torch.Tensor | None]:
-    """Adds ``grads[i]`` to the gradient buffer of ``weights[i]``; gives what is left for autograd to add.
+def _together(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One tensor of memory that all ``tensors`` share, ``[tensors, ...]``; None where they do not lie so in it."""
+    first, places = tensors[0], [tensor.data_ptr() for tensor in tensors]
+    steps = {after - before for before, after in itertools.pairwise(places)}
+    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    step = steps.pop() if len(steps) == 1 else 0
+    if step <= 0 or len(memory) > 1 or not all(tensor.is_contiguous() for tensor in tensors):
+        return None
+    shape, strides = (len(tensors), *first.shape), (step // first.element_size(), *first.stride())
+    return first.detach().as_strided(shape, strides, first.storage_offset())
 
-    The buffers of a layer lie at equal distances in megatron-core's flat buffer: one kernel adds to all of them.
-    """
+
+def _side_by_side(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``[weights, out, in]``, without a copy where that can be."""
+    together = _together(weights)
+    return torch.stack(list(weights)) if together is None else together
+
+
+def _added(weights: Sequence[torch.Tensor], grads: torch.Tensor) -> Sequence[torch.Tensor | None]:
+    """Adds ``grads[i]`` to the gradient buffer of ``weights[i]``; gives what is left for autograd to add."""
     if not all(hasattr(weight, "main_grad") for weight in weights):
         return grads.unbind(0)
     buffers: list[torch.Tensor] = [weight.main_grad for weight in weights]  # type: ignore[attr-defined]
-    places = [buffer.data_ptr() for buffer in buffers]
-    steps = {after - before for before, after in itertools.pairwise(places)}
-    first = buffers[places.index(min(places))]
-    if len(steps) == 1 and all(buffer.is_contiguous() for buffer in buffers):
-        (step,) = steps
-        distance = abs(step) // first.element_size()
-        together = first.as_strided(grads.shape, (distance, first.stride(0), 1), first.storage_offset())
-        together.add_(grads if step > 0 else grads.flip(0))
+    together = _together(buffers)
+    if together is not None:
+        together.add_(grads)
     else:
         for buffer, grad in zip(buffers, grads.unbind(0), strict=True):
             buffer.add_(grad)
@@ -71,8 +87,99 @@ def _forward(
         return _GroupedLinear.apply(inner, ends, *(e.linear_fc2.weight for e in experts.local_experts)), None
 
 
+class _Copied(torch.autograd.Function):
+    """A copy of its token for each of the token's experts; ``tokens`` and ``places`` as of :func:`_places`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return hidden.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from relax_train.kernels import routing
+
+        return routing.sums(grads[0].contiguous(), *ctx.saved_tensors), None, None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over a token's experts: the adjoint of :class:`_Copied`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        from relax_train.kernels import routing
+
+        ctx.save_for_backward(tokens)
+        return routing.sums(rows.contiguous(), places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0].index_select(0, *ctx.saved_tensors), None, None
+
+
+def _places(routing: torch.Tensor, per_token: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where the rows of each token lie when all are sorted by expert and then by token.
+
+    Args:
+        routing: bool ``[tokens, experts]``, with ``per_token`` marks in each row.
+
+    Returns:
+        the experts of each token and the places of its rows, int64 ``[tokens, per_token]``; and for each place the
+        index of its row in these, int64 ``[tokens * per_token]``.
+    """
+    count = routing.shape[0]
+    experts = routing.byte().topk(per_token, dim=1, sorted=False).indices
+    after = routing.t().reshape(-1).cumsum(0)  # rows up to and with this expert and token
+    places = after[experts * count + torch.arange(count, device=routing.device)[:, None]] - 1
+    rows = torch.empty(places.numel(), dtype=torch.int64, device=routing.device)
+    rows[places.view(-1)] = torch.arange(places.numel(), device=routing.device)
+    return experts, places, rows
+
+
+def _all_here(layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Forward pass of a layer whose experts are all on this rank."""
+    if args or not fuses(hidden) or any(value is not None for value in kwargs.values()):
+        return type(layer).forward(layer, hidden, *args, **kwargs)
+    probs, routing = layer.router(hidden)
+    per_token: int = layer.config.moe_router_topk
+    with torch.no_grad():
+        experts, places, rows = _places(routing, per_token)
+        tokens = rows // per_token
+    copies = _Copied.apply(hidden.reshape(-1, hidden.shape[-1]), tokens, places)
+    weights = probs.gather(1, experts).view(-1).index_select(0, rows)
+    output, _bias = layer.experts(copies, routing.sum(0), weights)
+    return _Summed.apply(output, tokens, places).view(hidden.shape), None
+
+
+def _is_all_here(layer: Any) -> bool:
+    config = layer.config
+    alone = config.expert_model_parallel_size == 1 and (config.expert_tensor_parallel_size or 1) == 1
+    return alone and not (layer.use_shared_expert or layer.moe_layer_recompute)
+
+
+@contextlib.contextmanager
+def in_order(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the parameters of each layer's experts are listed from the last expert to the first.
+
+    megatron-core's flat buffers take the parameters of a model from the last to the first: built inside, they hold the
+    experts in their order.
+    """
+    held = [module.local_experts for module in model.modules() if isinstance(module, SequentialMLP)]
+    before = [dict(experts._modules) for experts in held]
+    for experts, modules in zip(held, before, strict=True):
+        experts._modules = dict(reversed(modules.items()))
+    try:
+        yield
+    finally:
+        for experts, modules in zip(held, before, strict=True):
+            experts._modules = modules
+
+
 def use_grouped_products(model: torch.nn.Module) -> None:
     """Lets all layers with experts of a model compute as this module does, where their sizes allow it."""
+    for module in model.modules():
+        if isinstance(module, MoELayer) and _is_all_here(module):
+            module.forward = functools.partial(_all_here, module)
     if not hasattr(F, "grouped_mm"):  # torch before 2.10
         return
     for module in model.modules():

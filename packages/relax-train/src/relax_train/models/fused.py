@@ -12,14 +12,13 @@ layer costs its matrix products.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
-from relax_train.backend.device import fuses
+from relax_train.backend.device import add_product, fuses
 from relax_train.backend.mcore import MLP, SelfAttention, SequentialMLP, TransformerLayer
 
 Recipe = Callable[[], torch.Tensor]
@@ -90,6 +89,57 @@ def _norm(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
             return F.rms_norm(kept, layer.normalized_shape, layer.weight, layer.eps)
 
     return give_recipe(output, again)
+
+
+class _AddNorm(torch.autograd.Function):
+    """``x + residual`` and its RMSNorm; the gradients that meet at the sum are added in the same kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from relax_train.kernels import norm
+
+        total, out, scales = norm.forward(x, residual, weight, eps)
+        ctx.save_for_backward(total, scales, weight)
+        ctx.adds = residual is not None
+        return total, out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from relax_train.kernels import norm
+
+        total, scales, weight = ctx.saved_tensors
+        grad_total, grad_out = (grad.contiguous() for grad in grads)
+        grad, grad_weight = norm.backward(grad_total, grad_out, total, scales, weight)
+        return grad, grad if ctx.adds else None, _given(weight, grad_weight), None
+
+
+def _given(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
+    """Adds ``grad`` to the gradient buffer of a weight, where it has one; gives what is left for autograd to add."""
+    buffer: torch.Tensor | None = getattr(weight, "main_grad", None)
+    if buffer is None:
+        return grad.to(weight.dtype)
+    buffer.add_(grad)
+    return None
+
+
+def _add_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, layer: Any, *, remake: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives ``x + residual`` and what ``layer``, an RMSNorm, makes of it; with ``remake`` that has a recipe."""
+    shape, size = x.shape, x.shape[-1]
+    flat = x.contiguous().view(-1, size)
+    other = None if residual is None else residual.contiguous().view(-1, size)
+    total, out = _AddNorm.apply(flat, other, layer.weight, layer.eps)
+    if remake and torch.is_grad_enabled():
+        from relax_train.kernels import norm
+
+        kept = total.detach()
+        return total.view(shape), give_recipe(
+            out.view(shape), lambda: norm.forward(kept, None, layer.weight.detach(), layer.eps)[1]
+        )
+    return total.view(shape), out.view(shape)
 
 
 # ------------------------------------------------------------------ SwiGLU
@@ -185,7 +235,7 @@ class _QKV(torch.autograd.Function):
         grad_mixed, grad_norms = qkv.backward(mixed, (query, key, value), (cos, sin), norms, eps, groups)
         of_norms: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if grad_norms is not None and query_norm is not None and key_norm is not None:
-            of_norms = grad_norms[0].to(query_norm.dtype), grad_norms[1].to(key_norm.dtype)
+            of_norms = _given(query_norm, grad_norms[0]), _given(key_norm, grad_norms[1])
         return grad_mixed, *of_norms, None, None, None, None
 
 
@@ -222,16 +272,120 @@ def _attention(layer: Any, *args: Any, packed_seq_params: Any = None, **kwargs: 
 # ------------------------------------------------------------------ layers
 
 
-def _recomputed(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Forward pass of a layer that keeps its input only.
+class _Recomputed(torch.autograd.Function):
+    """Runs ``run`` and keeps its input only; the backward pass differentiates ``again`` at that input.
 
-    It is run again in the backward pass, up to the last tensor that is needed there: unlike megatron-core's own
-    recomputation not the last matrix product, whose output nobody asks for.
+    ``again`` gives several tensors, each of which has the gradient of the one result: parts of a sum that nobody needs.
     """
-    if not torch.is_grad_enabled():
-        return type(layer).forward(layer, *args, **kwargs)
-    run = functools.partial(type(layer).forward, layer)
-    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Callable[[torch.Tensor], torch.Tensor],
+        again: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+        hidden: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.again = again
+        ctx.save_for_backward(hidden)
+        return run(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        hidden = kept.detach().requires_grad_()
+        with torch.enable_grad():
+            parts = ctx.again(hidden)
+        torch.autograd.backward(parts, [grads[0]] * len(parts))
+        return None, None, hidden.grad
+
+
+class _NotMade(torch.autograd.Function):
+    """Stands for ``inputs @ weight.T`` where only its gradients are wanted: the result is memory of no value."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return inputs.new_zeros(()).expand(*inputs.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        grad = grads[0].contiguous().view(-1, weight.shape[0])
+        flat = inputs.view(-1, weight.shape[1])
+        grad_inputs = (grad @ weight).view(inputs.shape)
+        if hasattr(weight, "main_grad"):
+            add_product(weight.main_grad, grad, flat)
+            return grad_inputs, None
+        return grad_inputs, grad.t() @ flat
+
+
+def _layer(
+    layer: Any, hidden_states: torch.Tensor, *args: Any, whole: bool, remake: Remake, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Forward pass of a layer; with ``whole`` it keeps its input only.
+
+    It is then run again in the backward pass, without the last matrix product of a dense MLP, whose output nobody asks
+    for there. megatron-core's own recomputation makes that too, and what layers note on themselves is left behind.
+    """
+    if args or not fuses(hidden_states):
+
+        def run(hidden: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = type(layer).forward(layer, hidden, *args, **kwargs)[0]
+            return output
+
+        def again(hidden: torch.Tensor) -> Sequence[torch.Tensor]:
+            return (run(hidden),)
+
+    else:
+        parts = functools.partial(_parts, layer, remake=remake, **kwargs)
+
+        def run(hidden: torch.Tensor) -> torch.Tensor:
+            stream, output = parts(hidden)
+            return stream + output
+
+        def again(hidden: torch.Tensor) -> Sequence[torch.Tensor]:
+            return parts(hidden, for_gradient=True)
+
+    if whole and torch.is_grad_enabled():
+        output: torch.Tensor = _Recomputed.apply(run, again, hidden_states)
+        return output, None
+    return run(hidden_states), None
+
+
+def _parts(
+    layer: Any,
+    hidden: torch.Tensor,
+    *,
+    remake: Remake,
+    attention_mask: torch.Tensor | None = None,
+    packed_seq_params: Any = None,
+    for_gradient: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The residual stream before the MLP and what the MLP adds to it, in place of megatron-core's code between them.
+
+    Args:
+        for_gradient: leave out the last product of a dense MLP, where it is no more than a product.
+    """
+    mlp = layer.mlp
+    dense = isinstance(mlp, MLP)
+    stream, normed = _add_norm(hidden, None, layer.input_layernorm, remake=remake.norms)
+    mixed, bias = layer.self_attention(normed, attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+    assert bias is None, "the projections of these models have no bias"
+    # The router of experts would keep the norm's output all the same.
+    stream, normed = _add_norm(mixed, stream, layer.pre_mlp_layernorm, remake=remake.norms and dense)
+    if dense and for_gradient and layer.config.tensor_model_parallel_size == 1:
+        up, _bias = mlp.linear_fc1(normed)
+        return stream, _NotMade.apply(swiglu(up), mlp.linear_fc2.weight)
+    if getattr(layer, "recompute_mlp", False) and torch.is_grad_enabled():
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = mlp(x)[0]
+            return output
+
+        added: torch.Tensor = _Recomputed.apply(run, lambda x: (run(x),), normed)
+        return stream, added
+    return stream, mlp(normed)[0]
 
 
 def fuse(model: torch.nn.Module, remake: Remake, recomputed_layers: int = 0) -> None:
@@ -244,9 +398,9 @@ def fuse(model: torch.nn.Module, remake: Remake, recomputed_layers: int = 0) -> 
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     for number, layer in enumerate(layers):
         whole = number < recomputed_layers
-        if whole:
-            layer.forward = functools.partial(_recomputed, layer)
-        _fuse_layer(layer, Remake() if whole else remake)
+        kept = Remake() if whole else remake
+        layer.forward = functools.partial(_layer, layer, whole=whole, remake=kept)
+        _fuse_layer(layer, kept)
 
 
 def _fuse_layer(layer: Any, remake: Remake) -> None:

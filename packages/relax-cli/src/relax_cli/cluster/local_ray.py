@@ -19,7 +19,6 @@ from relax_cli.cluster.kill_cleanup import KillCleanUp
 START_DEADLINE_S = 300.0
 """How long the raylet may take: a busy laptop with a cold disk needs minutes for the imports of Ray's processes."""
 REMIND_S = 30.0
-NO_CRASH_HANDLER = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"
 VITAL = ("gcs_server", "raylet")
 """Processes that Ray cannot do without, as the system names them."""
 
@@ -129,12 +128,9 @@ def _started_apart(clean_up: KillCleanUp | None) -> Iterator[None]:
 
     class Apart(popen):  # type: ignore[misc, valid-type]
         def __init__(self, words: Sequence[str], *rest: Any, **options: Any) -> None:
-            environment = {**(options.get("env") or os.environ)}
-            environment.pop(NO_CRASH_HANDLER, None)  # a worker that crashes does write its stack
             if clean_up is not None:
                 clean_up.starts(words)
-                environment |= clean_up.environment
-            options["env"] = environment
+                options["env"] = {**(options.get("env") or os.environ), **clean_up.environment}
             super().__init__(words, *rest, **{"process_group": 0, **options})
 
     services.ConsolePopen = Apart  # type: ignore[misc, assignment]

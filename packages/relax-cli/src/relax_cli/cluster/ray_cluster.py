@@ -18,13 +18,7 @@ from typing import Any
 import psutil
 
 from relax_cli.cluster.kill_cleanup import KillCleanUp, move_logs, remove_session
-from relax_cli.cluster.local_ray import (
-    NO_CRASH_HANDLER,
-    START_DEADLINE_S,
-    VITAL,
-    end_new_processes,
-    start_local,
-)
+from relax_cli.cluster.local_ray import START_DEADLINE_S, VITAL, end_new_processes, start_local
 from relax_cli.cluster.nodes import NodeLost, RunNodes
 from relax_cli.cluster.ray_watch import (
     ASK_EVERY_S,
@@ -115,15 +109,14 @@ def _without_crash_handler() -> Iterator[None]:
 
     That one would print it to the terminal of a run that is told to stop, and end it by SIGABRT.
     """
-    before = os.environ.get(NO_CRASH_HANDLER)
-    os.environ[NO_CRASH_HANDLER] = "1"
+    from ray._private import ray_constants
+
+    before = ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER  # of the environment when Ray was imported
+    ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[NO_CRASH_HANDLER]
-        else:
-            os.environ[NO_CRASH_HANDLER] = before
+        ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = before
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from relax_profiling.snapshot.analyse import DeviceMemory, Holder
 Rule = Callable[[Sequence[TraceReport], Sequence[MemoryReport]], Iterable[Finding]]
 
 # Below this many activities of the device, or this much time, a trace shows a beginning and no habit.
-_ENOUGH_LAUNCHES = 50
+ENOUGH_LAUNCHES = 50
 _ENOUGH_US = 1_000.0
 _GIB = 2**30
 # Words in the frames of a call stack that say what it allocates.
@@ -27,13 +27,14 @@ def find_advice(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -
     return [finding for rule in RULES for finding in rule(traces, memory)]
 
 
-def _on_device(traces: Sequence[TraceReport], role: str) -> list[TraceReport]:
+def on_device(traces: Sequence[TraceReport], role: str) -> list[TraceReport]:
+    """The traces of a role with enough work on a device; of a step's parts and the whole only the whole."""
     return [
         t
         for t in traces
         if t.role == role
         and t.breakdown.on_device
-        and t.launches >= _ENOUGH_LAUNCHES
+        and t.launches >= ENOUGH_LAUNCHES
         and t.breakdown.span >= _ENOUGH_US
         # The parts of a step are judged in the trace of the whole step.
         and (role != "train" or t.target in ("", "train_overall") or not _has_overall(t, traces))
@@ -46,14 +47,14 @@ def _has_overall(trace: TraceReport, traces: Sequence[TraceReport]) -> bool:
 
 def exposed_communication(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:
     """Collectives beside which nothing computes, for a fifth of the time or more, without the wait for late ranks."""
-    for t in _on_device(traces, "train"):
+    for t in on_device(traces, "train"):
         share = t.communication_own / t.breakdown.span
         if share < 0.20 or not t.communication:
             continue
         kind = t.communication[0]
         advice, flags = _less_traffic(kind)
-        figure = f"exposed {kind.kind} in {kind.group or 'the default group'}: {share:.0%} of {_where(t)}"
-        yield Finding("exposed communication", _where(t), figure, advice, flags)
+        figure = f"exposed {kind.kind} in {kind.group or 'the default group'}: {share:.0%} of {where(t)}"
+        yield Finding("exposed communication", where(t), figure, advice, flags)
 
 
 def _less_traffic(kind: CommunicationKind) -> tuple[str, tuple[str, ...]]:
@@ -85,7 +86,7 @@ def _less_traffic(kind: CommunicationKind) -> tuple[str, tuple[str, ...]]:
 
 def straggler(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:
     """One rank comes last to nearly all collectives, and the others wait for it for a twentieth of their time."""
-    for t in _on_device(traces, "train"):
+    for t in on_device(traces, "train"):
         waits = t.waits
         if waits is None or waits.collectives < 3 or waits.last < 0.8 * waits.collectives:
             continue
@@ -95,7 +96,7 @@ def straggler(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> 
             continue
         yield Finding(
             "straggler",
-            _where(t),
+            where(t),
             f"{t.label} arrives last at {waits.last} of {waits.collectives} collectives; "
             f"the others wait for it for up to {waited:.0%} of their time",
             "even out the tokens of the ranks; if they are even, look at what this rank does outside torch",
@@ -107,7 +108,7 @@ def launch_bound(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) 
     """The GPU is out of work because the host launches too slowly, for a quarter of the time or more."""
     figure = "the GPU waits for launches for {share:.0%} of {where}"
     yield from _large_shares(
-        _on_device(traces, "train"),
+        on_device(traces, "train"),
         lambda t: _idle(t, "launch"),
         0.25,
         "host-bound training",
@@ -116,7 +117,7 @@ def launch_bound(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) 
         ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "--micro-batch-size"),
     )
     yield from _large_shares(
-        _on_device(traces, "engine"),
+        on_device(traces, "engine"),
         lambda t: _idle(t, "launch"),
         0.25,
         "host-bound engine",
@@ -129,7 +130,7 @@ def launch_bound(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) 
 def waits_for_data(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:
     """Training waits for the next data for a seventh of the time or more."""
     return _large_shares(
-        [t for t in _on_device(traces, "train") if len(t.steps) >= 2],
+        [t for t in on_device(traces, "train") if len(t.steps) >= 2],
         lambda t: _idle(t, "data") + _idle(t, "between"),
         0.15,
         "training waits for data",
@@ -148,7 +149,7 @@ def small_decode_batches(traces: Sequence[TraceReport], memory: Sequence[MemoryR
             if stage.name == "DECODE" and stage.steps >= 3 and stage.batch_mean < 8:
                 yield Finding(
                     "small decode batches",
-                    _where(t),
+                    where(t),
                     f"decode batches of {stage.batch_mean:.1f} in the mean (largest {stage.batch_max}) "
                     f"over {stage.steps} steps",
                     "more sequences at once for each engine: a larger rollout, or fewer engines",
@@ -158,11 +159,11 @@ def small_decode_batches(traces: Sequence[TraceReport], memory: Sequence[MemoryR
 
 def low_utilisation(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:
     """The GPU computes most of the time and yet reaches a small part of its peak."""
-    for t in _on_device(traces, "train"):
+    for t in on_device(traces, "train"):
         if t.mfu is not None and t.mfu < 0.20 and t.breakdown.share("compute") >= 0.6:
             yield Finding(
                 "low MFU",
-                _where(t),
+                where(t),
                 f"{t.mfu:.1%} of the GPU's peak, while it computes {t.breakdown.share('compute'):.0%} of the time",
                 "kernels are too small or recompute too much: pack more tokens into a micro-batch",
                 ("--max-tokens-per-gpu", "--recompute-granularity"),
@@ -172,7 +173,7 @@ def low_utilisation(traces: Sequence[TraceReport], memory: Sequence[MemoryReport
 def exposed_copies(traces: Sequence[TraceReport], memory: Sequence[MemoryReport]) -> Iterable[Finding]:
     """Copies between host and device that nothing hides."""
     return _large_shares(
-        _on_device(traces, "train"),
+        on_device(traces, "train"),
         lambda t: t.breakdown.share("memory"),
         0.10,
         "exposed memory copies",
@@ -195,7 +196,7 @@ def _large_shares(
     for t in traces:
         share = share_of(t)
         if share >= least:
-            yield Finding(rule, _where(t), figure.format(share=share, where=_where(t)), advice, flags)
+            yield Finding(rule, where(t), figure.format(share=share, where=where(t)), advice, flags)
 
 
 def _idle(t: TraceReport, cause: str) -> float:
@@ -331,7 +332,8 @@ def _held_by(device: DeviceMemory, words: tuple[str, ...]) -> tuple[bool, float]
     return held > 0, held / device.peak if device.peak else 0.0
 
 
-def _where(t: TraceReport) -> str:
+def where(t: TraceReport) -> str:
+    """Names a trace in a finding."""
     if t.role == "engine":
         return f"{t.label}, rollout {t.rollout}" if t.rollout is not None else t.label
     return f"{t.label} {t.target}".strip()

@@ -10,10 +10,12 @@ from relax_profiling.analysis.communication import communication_kinds
 from relax_profiling.analysis.ranks import RankTrace, match_recordings, rank_waits
 from relax_profiling.analysis.stages import engine_stages
 from relax_profiling.analysis.top import top_kernels, top_operators
+from relax_profiling.analysis.work import device_work, host_work
 from relax_profiling.report.advice import find_advice
 from relax_profiling.report.find_files import FoundFile, find_files
 from relax_profiling.report.model import MemoryReport, Report, TraceReport
 from relax_profiling.report.step_advice import step_advice
+from relax_profiling.report.work_advice import work_advice
 from relax_profiling.snapshot.analyse import DeviceMemory, analyse_snapshot, growth
 from relax_profiling.snapshot.memray_file import read_memray
 from relax_profiling.snapshot.unpickle import NotASnapshot, load_snapshot
@@ -42,7 +44,7 @@ def build_report(paths: Sequence[Path], *, peak: float | None = None) -> Report:
     with collector_paused():
         traces = _read_traces([f for f in found if f.role in ("train", "engine", "trace")], peak, problems)
     memory = _read_memory([f for f in found if f.role in ("snapshot", "memray")], problems)
-    findings = step_advice(timelines) + find_advice(traces, memory)
+    findings = step_advice(timelines) + find_advice(traces, memory) + work_advice(traces, memory)
     return Report([str(p) for p in paths], traces, memory, findings, problems, timelines)
 
 
@@ -128,6 +130,8 @@ def describe_trace(file: FoundFile, trace: Trace, peak: float | None = None) -> 
         allocated_peak=max(trace.allocated.values(), default=None),
         stages=engine_stages(trace) if role == "engine" else [],
         launches=len(gpu) if gpu is not None else 0,
+        work=device_work(trace, gpu) if gpu is not None else host_work(trace),
+        device_memory=trace.gpu_memory,
     )
 
 

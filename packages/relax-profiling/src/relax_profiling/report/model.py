@@ -8,6 +8,7 @@ from relax_profiling.analysis.communication import CommunicationKind
 from relax_profiling.analysis.ranks import RankWaits
 from relax_profiling.analysis.stages import Stage
 from relax_profiling.analysis.top import TopEntry
+from relax_profiling.analysis.work import Work
 from relax_profiling.snapshot.analyse import DeviceMemory, Growth, Holder
 from relax_profiling.timeline.shares import Timeline
 
@@ -24,6 +25,8 @@ class TraceReport:
         mfu: model FLOPs utilisation, 0 to 1; None without FLOPs or without a known peak.
         stages: prefill and decode of an engine.
         waits: this rank among its peers.
+        work: the computation by kind; None where nothing computes.
+        device_memory: bytes of the device; None when the trace does not say.
     """
 
     role: str
@@ -46,6 +49,13 @@ class TraceReport:
     stages: list[Stage] = dataclasses.field(default_factory=list)
     waits: RankWaits | None = None
     launches: int = 0
+    work: Work | None = None
+    device_memory: int | None = None
+
+    @property
+    def tflops(self) -> float | None:
+        """Achieved TFLOP/s of the operators whose shapes were recorded."""
+        return self.flops / self.breakdown.span / 1e6 if self.flops and self.breakdown.span else None
 
     @property
     def step_mean(self) -> float | None:

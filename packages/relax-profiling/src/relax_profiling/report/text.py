@@ -15,7 +15,7 @@ def to_text(report: Report) -> str:
         for f in report.findings:
             lines.append(f"  {f.rule} ({f.where})")
             lines.append(f"    {f.figure}")
-            lines.append(f"    -> {f.advice}: {', '.join(f.flags)}")
+            lines.append(f"    -> {f.advice}" + (f": {', '.join(f.flags)}" if f.flags else ""))
         lines.append("")
     if report.timelines:
         lines += ["Timeline", *(line for t in report.timelines for line in _timeline(t)), ""]
@@ -75,6 +75,7 @@ def _trace(t: TraceReport) -> list[str]:
         lines.append(f"    idle: {', '.join(causes)}")
     if t.mfu is not None:
         lines.append(f"    MFU {t.mfu:.1%} ({t.flops / 1e12:.2f} TFLOP in operators with recorded shapes)")
+    lines += _work(t)
     for s in t.stages:
         lines.append(
             f"    {s.name}: {s.steps} steps, batch {s.batch_mean:.1f} (largest {s.batch_max}), "
@@ -89,6 +90,17 @@ def _trace(t: TraceReport) -> list[str]:
         if entries:
             lines.append(f"    top {title}:")
             lines += [f"      {milliseconds(e.microseconds):>10}  {e.calls:>6} x  {e.name[:90]}" for e in entries]
+    return lines
+
+
+def _work(t: TraceReport) -> list[str]:
+    work = t.work
+    if work is None or not sum(work.time.values()):
+        return []
+    shares = [f"{kind} {work.share(kind):.1%}" for kind in work.time if work.share(kind) >= 0.001]
+    lines = [f"    computation: {', '.join(shares)}"]
+    if t.tflops is not None and work.fastest_tflops is not None:
+        lines.append(f"    {t.tflops:.1f} TFLOP/s; the fastest products alone {work.fastest_tflops:.1f}")
     return lines
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from relax_profiling.trace.fields import NO_ARGUMENTS, Arguments, Fields, fields_of, read_fields
-from relax_profiling.trace.flops import COUNTED, operator_flops
+from relax_profiling.trace.flops import SHAPED, operator_flops
 from relax_profiling.trace.reader import Event, NotATrace, TraceReader
 
 COMPUTE, COMMUNICATION, MEMORY = 0, 1, 2
@@ -86,12 +86,22 @@ class GpuColumns:
 
 
 class HostColumns:
-    """The operators of one host thread: start, duration (microseconds), name."""
+    """The operators, or the Python functions, of one host thread: start, duration (microseconds), name.
+
+    ``flops`` holds the operations of those whose shapes were recorded, by their place in the columns.
+    """
 
     def __init__(self) -> None:
         self.start = array("d")
         self.duration = array("d")
         self.name = array("l")
+        self.flops: dict[int, float] = {}
+
+    def add(self, start: float, duration: float, name: int) -> None:
+        """Appends one."""
+        self.start.append(start)
+        self.duration.append(duration)
+        self.name.append(name)
 
 
 class Trace:
@@ -105,6 +115,9 @@ class Trace:
         gpus: device number -> its activities.
         threads: host thread -> its operators.
         launches: correlation id -> start of the call that launched it.
+        launched_by: correlation id -> host thread of that call.
+        frames: host thread -> its Python functions; empty when stacks were not recorded.
+        shapes: (operator, text of its input shapes) -> calls, of products and embeddings.
         runtime: starts and ends of the runtime calls, for telling a busy host from an idle one.
         spans: annotations.
         collectives: on the device, in order of start.
@@ -121,6 +134,9 @@ class Trace:
         self.gpus: dict[int, GpuColumns] = {}
         self.threads: dict[Any, HostColumns] = {}
         self.launches: dict[int, float] = {}
+        self.launched_by: dict[int, Any] = {}
+        self.frames: dict[Any, HostColumns] = {}
+        self.shapes: dict[tuple[str, bytes], int] = {}
         self.runtime_start = array("d")
         self.runtime_end = array("d")
         self.spans: list[Span] = []
@@ -146,6 +162,14 @@ class Trace:
         if isinstance(devices, list) and devices and isinstance(devices[0], dict):
             return str(devices[0].get("name", "")) or None
         return None
+
+    @property
+    def gpu_memory(self) -> int | None:
+        """Bytes of the first GPU; None when the trace does not say."""
+        devices = self.meta.get("deviceProperties")
+        first = devices[0] if isinstance(devices, list) and devices else None
+        total = first.get("totalGlobalMem") if isinstance(first, dict) else None
+        return total if isinstance(total, int) and 0 < total < _MOST_BYTES else None
 
     def clock_and_collectives(self) -> "Trace":
         """The part that comparing several traces needs, so that the rest need not be kept."""
@@ -213,6 +237,7 @@ class _Loader:
         self.malformed = 0
         self._takers: dict[Any, Callable[[Fields], None]] = {
             "cpu_op": self._operator,
+            "python_function": self._frame,
             "cuda_runtime": self._launch,
             "cuda_driver": self._launch,
             "kernel": self._device_activity,
@@ -267,13 +292,20 @@ class _Loader:
         columns = self._trace.threads.get(e.tid)
         if columns is None:
             columns = self._trace.threads[e.tid] = HostColumns()
-        columns.start.append(start)
-        columns.duration.append(duration)
-        columns.name.append(name_id)
-        if name in COUNTED and e.args is not None and e.args.dims:
-            self._count(name, e.args)
+        columns.add(start, duration, name_id)
+        if name in SHAPED and e.args is not None and e.args.dims:
+            flops = self._count(name, e.args)
+            if flops:
+                columns.flops[len(columns.start) - 1] = flops
 
-    def _count(self, name: str, arguments: Arguments) -> None:
+    def _frame(self, e: Fields) -> None:
+        start, duration = _times(e)
+        columns = self._trace.frames.get(e.tid)
+        if columns is None:
+            columns = self._trace.frames[e.tid] = HostColumns()
+        columns.add(start, duration, self._trace.name_id(e.name))
+
+    def _count(self, name: str, arguments: Arguments) -> float:
         """Adds an operator's FLOPs; a model calls the same operator with the same shapes again and again."""
         key = (name, bytes(arguments.dims), bytes(arguments.types))
         counted = self._counted.get(key)
@@ -285,8 +317,11 @@ class _Loader:
             counted = flops, str(types[0]) if isinstance(types, list) and types else "?"
             self._counted[key] = counted
         flops, dtype = counted
+        shaped = (name, key[1])
+        self._trace.shapes[shaped] = self._trace.shapes.get(shaped, 0) + 1
         if flops:
             self._trace.flops[dtype] = self._trace.flops.get(dtype, 0.0) + flops
+        return flops
 
     def _device_activity(self, e: Fields) -> None:
         start, duration = _times(e)
@@ -322,6 +357,7 @@ class _Loader:
         trace = self._trace
         if e.args is not None and e.args.correlation is not None:
             trace.launches[e.args.correlation] = start
+            trace.launched_by[e.args.correlation] = e.tid
         trace.runtime_start.append(start)
         trace.runtime_end.append(start + duration)
 

@@ -112,6 +112,9 @@ class RecordingTrainers(TrainerGroup):
         self.saved_state: dict[str, Any] = {}
         self.saved_files: Path | None = None
 
+    def measure_room(self) -> None:
+        self._book.note("measure_room")
+
     def begin_traces(self) -> None:
         assert not self._book.calls[-1].startswith("generate"), "after the step, and before the next rollout"
 
@@ -262,7 +265,7 @@ def test_engines_and_trainer_take_turns_on_shared_gpus() -> None:
     assert workers.calls == [
         *("resume_memory", "push_weights 0", "sleep", "resume_memory", "weight_versions"),
         "generate 0 0",
-        *("release_memory", "wake", "train 0"),
+        *("measure_room", "release_memory", "wake", "train 0"),
         *("resume_memory", "push_weights 1", "sleep", "resume_memory", "weight_versions"),
         *("release_memory", "wake", "save_state 0", "save 0"),
     ]

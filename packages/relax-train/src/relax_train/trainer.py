@@ -132,6 +132,16 @@ class Trainer:
         """Takes the GPU's memory back, with everything as it was."""
         _there(self._offload).wake()
 
+    def measure_room(self) -> None:
+        """While it sleeps and the engines have all they use: from the next step on, what fits beside them stays."""
+        if self.parallel.device.type == "cuda" and _there(self._offload).asleep:
+            _there(self._offload).measure_room()
+
+    def free_resident(self) -> None:
+        """While it sleeps: gives away also what has stayed on the GPU, for an engine that starts anew."""
+        if _there(self._offload).asleep:
+            _there(self._offload).free_resident()
+
     def write_traces(self, *, last: bool = False) -> None:
         """Lets the observer write what it has recorded; for a moment when nothing waits for this rank.
 

@@ -107,6 +107,8 @@ class ColocateController(Controller):
     def _train(self, manifest: "StepManifest", rows: "RowReference", timer: PhaseTimer) -> dict[str, float]:
         if self.workers.shares_gpu:
             with timer.phase("sleep_wake"):
+                if self._recovery.all_serve:
+                    self.workers.trainers.measure_room()
                 self._wake_trainer()
         return self._train_on(manifest, rows, timer)
 

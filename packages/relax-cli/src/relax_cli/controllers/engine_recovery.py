@@ -62,6 +62,11 @@ class EngineRecovery:
         serving = len(self._names(EngineState.SERVING))
         return {"engines/serving": float(serving), "engines/restarts": float(self.restarts)}
 
+    @property
+    def all_serve(self) -> bool:
+        """Whether no engine is lost or starts, as far as is known."""
+        return all(report.state is EngineState.SERVING for report in self._reports.values())
+
     # ------------------------------------------------------------------ while engines generate
 
     def watch(self) -> None:
@@ -82,6 +87,8 @@ class EngineRecovery:
             if self._begun.get(name, 0) < losses:
                 self._begun[name] = losses
                 self._starting[name] = time.monotonic()
+                if self._workers.shares_gpu:
+                    self._workers.trainers.free_resident()  # its server measures the free memory
                 self._workers.engines.begin_restart(name)
         self._collect()
         return True

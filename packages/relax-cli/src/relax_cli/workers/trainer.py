@@ -223,6 +223,14 @@ class TrainActor:
         """Moves model and optimizer back to the GPU."""
         self._ready.wake()
 
+    def measure_room(self) -> None:
+        """Lets stay on the GPU what fits beside the engines, which must be awake."""
+        self._ready.measure_room()
+
+    def free_resident(self) -> None:
+        """Leaves the whole GPU to an engine that starts."""
+        self._ready.free_resident()
+
     def write_traces(self, last: bool) -> None:
         """Writes the trace of profiled steps that are over; with ``last``, as no step follows, also of others."""
         self._ready.write_traces(last=last)

@@ -147,6 +147,14 @@ class TrainerGroup:
         """Takes the GPUs back; the engines must have released their memory."""
         self._wait([a.call(TrainActor.wake) for a in self._actors], "the trainer to take GPU memory back")
 
+    def measure_room(self) -> None:
+        """While the engines have all they use: what fits beside them stays on the GPUs from the next step on."""
+        self._wait([a.call(TrainActor.measure_room) for a in self._actors], "the trainer to measure its room")
+
+    def free_resident(self) -> None:
+        """Gives away also what has stayed on the GPUs, before an engine starts there."""
+        self._wait([a.call(TrainActor.free_resident) for a in self._actors], "the trainer to free the rest of the GPUs")
+
     def begin_traces(self) -> None:
         """Lets the ranks write the traces of profiled steps while the engines generate; does not wait.
 

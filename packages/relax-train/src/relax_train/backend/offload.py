@@ -32,6 +32,9 @@ from relax_train.models.build import Model
 
 log = logging.getLogger(__name__)
 
+RESERVE = 0.10
+"""Part of the device that is left free beside an engine that has generated once: a later rollout may need more."""
+
 
 @dataclasses.dataclass
 class _Part:
@@ -77,6 +80,7 @@ class Offload:
         self.asleep = False
         """Whether the memory is given away; nothing of the model may be touched then."""
         self.room = 0
+        self._measured = False
 
     def prepare(self) -> None:
         """Begins to make the host's memory, in the background."""
@@ -147,6 +151,23 @@ class Offload:
             torch.cuda.empty_cache()
         self.asleep = True
         log.debug("asleep after %.2f s, %.1f GiB stay", time.perf_counter() - start, self.resident / 2**30)
+
+    def measure_room(self) -> None:
+        """Sets ``room`` by what is free now, while the engine has all it uses; over a run it only shrinks.
+
+        The weights are the first to stay, since the forward pass waits for them.
+        """
+        assert self.asleep
+        free, total = torch.cuda.mem_get_info(self._device)
+        room = max(0, self.resident + free - int(RESERVE * total))
+        self.room = min(self.room, room) if self._measured else room
+        if not self._measured:
+            kept = sum(part.size for part in self._parts)
+            log.info(
+                "%.1f GiB of the GPU are free beside the engine: of %.1f GiB of weights and optimizer %.1f stay there",
+                *(size / 2**30 for size in (free, kept, min(kept, self.room))),
+            )
+        self._measured = True
 
     @property
     def resident(self) -> int:

@@ -281,7 +281,7 @@ def test_a_second_server_that_loads_is_waited_for_before_the_trainer_wakes(monke
     world = World(during={"generate 0": both}, loads={"engine1": 5})
     run(world, monkeypatch, shares_gpu=True)
     first = world.calls.index("generate 0")
-    assert world.calls[first : first + 6] == [
+    assert world.calls[first : first + 8] == [
         *("generate 0", "free_resident", "restart engine0", "free_resident", "restart engine1"),
         *("release engine0 engine1", "wake", "resume weights engine0 engine1"),
     ]
@@ -338,7 +338,7 @@ def test_the_only_engine_dies_in_a_push_and_gets_it_when_it_is_back(monkeypatch:
     world = World(1, during={"push_weights 1 engine0": lambda w: w.dies_unseen("engine0")})
     run(world, monkeypatch, shares_gpu=True, rollouts=2)
     at = world.calls.index("push_weights 1 engine0")
-    assert world.calls[at:][:9] == [
+    assert world.calls[at:][:10] == [
         *("push_weights 1 engine0", "sleep", "resume kv_cache", "generate 1", "free_resident", "restart engine0"),
         *("release engine0", "wake", "resume weights engine0", "connect launch1"),
     ]

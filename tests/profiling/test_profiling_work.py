@@ -129,7 +129,9 @@ def test_far_below_the_matrix_products(trace_maker: Any, tmp_path: Path, element
     assert len(found) == expected
     for finding in found:
         assert "bfloat16 products on this device reach 778" in finding.figure
-    assert report.traces[0].work.fastest_tflops == pytest.approx(2 * 4096**3 / 180e-6 / 1e12, rel=0.02)
+    work = report.traces[0].work
+    assert work is not None
+    assert work.fastest_tflops == pytest.approx(2 * 4096**3 / 180e-6 / 1e12, rel=0.02)
 
 
 @pytest.mark.parametrize(("batch", "steps", "expected"), [(2, 20, 1), (16, 20, 0), (2, 5, 0)])

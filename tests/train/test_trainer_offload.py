@@ -1,5 +1,6 @@
 """Sleep and wake. The mechanism is the same on a CPU, where storages can be emptied and refilled just as well."""
 
+import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -174,6 +175,10 @@ def test_without_a_gpu_the_trainer_does_not_sleep(reference: Any, run_ranks: Run
     assert run_ranks(_sleep_on_cpu, 1, reference("qwen3").folder) == [True]
 
 
+def _memory(free: int, device: torch.device) -> tuple[int, int]:
+    return free, 1_000_000
+
+
 def _rooms(folder: Path) -> list[int]:
     """``room`` of an offload after each of four measures of a device of 1,000 kB."""
     trainer = make_trainer(folder, True)
@@ -181,7 +186,7 @@ def _rooms(folder: Path) -> list[int]:
     rooms = []
     for free in (400_000, 300_000, 600_000, 10):
         part.sleep()
-        torch.cuda.mem_get_info = lambda _, free=free: (free, 1_000_000)  # type: ignore[assignment]
+        torch.cuda.mem_get_info = functools.partial(_memory, free)  # type: ignore[assignment]
         part.measure_room()
         rooms.append(part.room - part.resident)
         part.wake()

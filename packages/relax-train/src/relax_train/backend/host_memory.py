@@ -67,11 +67,10 @@ class HostMemory:
         for touched in self._touched[len(self._ready) :]:
             ready = touched if self._device is None else self._pool.submit(_pinned, touched, self._device)
             self._ready.append(ready)
-        if self._ready:
-            self._ready[-1].add_done_callback(lambda _: self._tell())
+            ready.add_done_callback(lambda _: self._tell())
 
     def _tell(self) -> None:
-        """Says once that the memory is there; the last chunk is usually the last that is done."""
+        """Says once that the memory is there."""
         if self.ready and not self._told:
             self._told = True
             seconds, size = time.perf_counter() - self._started, sum(self._sizes) / 2**30
@@ -159,5 +158,6 @@ def _pinned(touched: "Future[torch.Tensor]", device: torch.device) -> torch.Tens
     torch.cuda.set_device(device)
     portable = 1  # cudaHostRegisterPortable: also for a context that is made later
     code = torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), chunk.numel(), portable)
-    torch.cuda.check_error(int(code))
+    if int(code) != 0:
+        raise RuntimeError(f"cudaHostRegister: {code}")
     return chunk

@@ -84,7 +84,7 @@ class Offload:
 
     def prepare(self) -> None:
         """Begins to make the host's memory, in the background."""
-        self._host.begin(sum(storage.nbytes() for storage, _ in self._kept()))
+        self._host.places([storage.nbytes() for storage, _ in self._kept()])
 
     @property
     def prepared(self) -> bool:

@@ -133,16 +133,11 @@ def architectures() -> str:
 
 
 def _tested_layouts() -> list[tuple[str, str]]:
-    """(family, layout) of every case of ``tests/train/test_parity_layouts.py``."""
-    import ast
-
-    source = (DOCS.parent / "tests/train/test_parity_layouts.py").read_text(encoding="utf-8")
-    values: dict[str, Any] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and isinstance(name := node.targets[0], ast.Name):
-            values[name.id] = eval(compile(ast.Expression(node.value), "cases", "eval"), {}, values)
+    """(family, layout) of every case of the tests that hold the trainer to transformers."""
+    cases = list(_constants("test_parity_layouts.py")["CASES"].values())
+    cases += [("qwen2_5_vl", ranks, options) for ranks, _, options, _ in _constants("test_vision.py")["CASES"].values()]
     found = []
-    for kind, ranks, options in values["CASES"].values():
+    for kind, ranks, options in cases:
         family, _, rope = kind.partition("+")
         sizes = {short: options[key] for key, short in SHORT.items() if key in options}
         used = [f"{short}{size}" for short, size in sizes.items() if size > 1]
@@ -156,6 +151,19 @@ def _tested_layouts() -> list[tuple[str, str]]:
         layout = " ".join(used) or "one rank"
         found.append((family, f"{layout} (`{rope}`)" if rope else layout))
     return found
+
+
+def _constants(file: str) -> dict[str, Any]:
+    """The constants of a file of ``tests/train`` by name, those that need no import."""
+    import ast
+
+    values: dict[str, Any] = {}
+    for node in ast.parse((DOCS.parent / "tests/train" / file).read_text(encoding="utf-8")).body:
+        name = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        if isinstance(name, ast.Name) and value is not None:
+            values[name.id] = eval(compile(ast.Expression(value), "cases", "eval"), {}, values)
+    return values
 
 
 def simulation() -> str:

@@ -66,13 +66,15 @@ def test_layers_with_and_without_experts_are_counted_as_what_they_are(reference:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_what_a_configuration_leaves_out_is_what_transformers_takes(name: str) -> None:
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto as names
 
     record = ARCHITECTURES[name]
     theirs = AutoConfig.for_model(name).to_dict()
+    theirs |= theirs.get("text_config", {})
     theirs |= theirs["rope_parameters"]
     assert record.defaults == {key: theirs[key] for key in record.defaults}
-    assert record.class_name == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
+    classes = {**names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    assert record.class_name == classes[name]
     # A head that is not as wide as the heads divide the model: its width is a default of the family.
     other = AutoConfig.for_model(name, hidden_size=96, num_attention_heads=4)
     assert record.defaults.get("head_dim", 24) == (getattr(other, "head_dim", None) or 24)
@@ -105,7 +107,7 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(name: str) -
         ),
         (
             {"model_type": "qwen2_vl", "vision_config": {"depth": 2}, "use_sliding_window": False, "sliding_window": 9},
-            ["nearest there is qwen2 (", "What no model there has: images (vision_config)"],
+            ["nearest there is qwen2_5_vl (", "no model there has: a vision tower of another kind (vision_config)"],
         ),
         ({}, ["model_type None"]),
         ({"model_type": ["qwen3"]}, ["is not supported"]),
@@ -114,7 +116,9 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(name: str) -
 def test_an_unknown_family_is_named_with_what_is_missing_and_the_nearest(
     config: dict[str, Any], words: list[str]
 ) -> None:
-    with pytest.raises(ValueError, match=r"use one of llama, qwen2, qwen3, qwen3_moe\. It has no file in") as raised:
+    with pytest.raises(
+        ValueError, match=r"use one of llama, qwen2, qwen3, qwen3_moe, qwen2_5_vl\. It has no file in"
+    ) as raised:
         model_shape(config)
     assert all(word in str(raised.value) for word in words), raised.value
 

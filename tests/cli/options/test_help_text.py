@@ -21,6 +21,7 @@ partial-rollout partial-rollout-max-aborted-count mask-offpolicy-in-partial-roll
 prompt-data use-streaming-dataset streaming-buffer-size update-weight-buffer-size
 colocate fully-async max-staleness num-data-storage-units
 hf-checkpoint ref-load load save save-interval max-actor-ckpt-to-keep save-hf start-rollout-id
+freeze-vision-model
 num-rollout num-epoch rollout-batch-size n-samples-per-prompt global-batch-size num-steps-per-rollout
 input-key label-key metadata-key tool-key multimodal-keys apply-chat-template apply-chat-template-kwargs system-prompt
 rollout-shuffle rollout-seed

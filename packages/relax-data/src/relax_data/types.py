@@ -19,6 +19,8 @@ _CANCELLED = 1e-12
 
 Messages = list[dict[str, Any]]
 
+_NO_PIXELS, _NO_GRID = np.zeros((0, 0), np.float32), np.zeros((0, 3), np.int64)
+
 
 class SampleStatus(enum.StrEnum):
     """Progress of the generation of a sample."""
@@ -54,6 +56,10 @@ class Prompt:
         messages: the chat messages it was made from, or None for plain text.
         metadata: whatever the row holds under ``--metadata-key``.
         multimodal: paths or objects by modality (``{"image": [...]}``); empty for text.
+        features: what became of its pictures, empty for text: for the trainer ``pixel_values`` float32 ``[patches,
+            numbers of a patch]`` and ``image_grid_thw`` int64 ``[pictures, 3]``, for the engine ``picture_png`` uint8
+            ``[bytes]``, one file after another, ``picture_sizes`` int64 ``[pictures]``, bytes of each, and
+            ``engine_ids`` int64, the tokens with one for each picture, which is ``picture_token`` int64 ``[1]``.
     """
 
     prompt_id: int
@@ -65,6 +71,7 @@ class Prompt:
     messages: Messages | None = None
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     multimodal: dict[str, Any] = dataclasses.field(default_factory=dict)
+    features: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclasses.dataclass(slots=True)
@@ -279,6 +286,9 @@ class TrainBatch:
         group_ids: int64 ``[n]``, equal for the responses to one prompt (the prompt's id).
         oldest_versions: int64 ``[n]``, oldest policy version among each sample's tokens.
         names: how messages call each sample.
+        pixel_values: per sample float32 ``[patches, numbers of a patch]``, all pictures of its prompt one after
+            another; ``[0, 0]`` without pictures.
+        image_grid_thw: per sample int64 ``[pictures, 3]``: frames, rows and columns of patches.
     """
 
     rollout_id: int
@@ -290,6 +300,12 @@ class TrainBatch:
     group_ids: np.ndarray
     oldest_versions: np.ndarray
     names: list[str]
+    pixel_values: list[np.ndarray] = dataclasses.field(default_factory=list)
+    image_grid_thw: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.image_grid_thw:
+            self.pixel_values, self.image_grid_thw = [_NO_PIXELS] * len(self.tokens), [_NO_GRID] * len(self.tokens)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -319,6 +335,8 @@ class TrainBatch:
             group_ids=np.array([s.prompt.prompt_id for s in samples], dtype=np.int64),
             oldest_versions=np.array([s.oldest_version for s in samples], dtype=np.int64),
             names=[s.name for s in samples],
+            pixel_values=[s.prompt.features.get("pixel_values", _NO_PIXELS) for s in samples],
+            image_grid_thw=[s.prompt.features.get("image_grid_thw", _NO_GRID) for s in samples],
         )
 
     def select(self, indices: Sequence[int]) -> "TrainBatch":
@@ -334,6 +352,8 @@ class TrainBatch:
             group_ids=self.group_ids[index],
             oldest_versions=self.oldest_versions[index],
             names=[self.names[i] for i in indices],
+            pixel_values=[self.pixel_values[i] for i in indices],
+            image_grid_thw=[self.image_grid_thw[i] for i in indices],
         )
 
 
@@ -407,6 +427,8 @@ class StepManifest:
 
 ROW_COLUMNS = ("tokens", "loss_masks", "rollout_log_probs")
 """Columns of a row, as in :class:`TrainBatch`: one array a sample."""
+PICTURE_COLUMNS = ("pixel_values", "image_grid_thw")
+"""Further columns of a row, for a model that reads pictures. All responses to a prompt share one array."""
 
 
 class RowSource(Protocol):
@@ -429,5 +451,6 @@ class BatchRows:
 
     def fetch(self, indices: Sequence[int], columns: Sequence[str] = ROW_COLUMNS) -> dict[str, list[np.ndarray]]:
         """The rows, without copies."""
-        assert set(columns) <= set(ROW_COLUMNS), f"a row has the columns {ROW_COLUMNS}, not {columns}"
+        known = {*ROW_COLUMNS, *PICTURE_COLUMNS}
+        assert set(columns) <= known, f"a row has the columns {sorted(known)}, not {columns}"
         return {name: [getattr(self.batch, name)[i] for i in indices] for name in columns}

@@ -16,6 +16,7 @@ from relax_data.packing.costs import CostModel
 from relax_data.packing.pack import balance, pack, pack_static
 
 from relax_train.models.context_parallel import zigzag_positions
+from relax_train.models.vision import Pictures, VisionShape, lay_out_pictures
 from relax_train.settings.batch import BatchSettings
 
 if TYPE_CHECKING:
@@ -49,6 +50,16 @@ class Samples(Lengths, Protocol):
     @property
     def tokens(self) -> "Values":
         """int64 ``[prompt + response]`` by place."""
+        ...
+
+    @property
+    def pixel_values(self) -> "Values":
+        """float32 ``[patches, numbers of a patch]`` by place, of all pictures of a sample; read for pictures only."""
+        ...
+
+    @property
+    def image_grid_thw(self) -> "Values":
+        """int64 ``[pictures, 3]`` by place: frames, rows and columns of patches; read for pictures only."""
         ...
 
 
@@ -108,6 +119,7 @@ class MicroBatch:
             context-parallel ranks.
         max_seqlen: longest padded document.
         indices: the samples, in order.
+        pictures: of the samples; None when none of them has one.
     """
 
     tokens: "NDArray[np.int64]"
@@ -119,6 +131,7 @@ class MicroBatch:
     cu_seqlens: "NDArray[np.int32]"
     max_seqlen: int
     indices: tuple[int, ...]
+    pictures: Pictures | None = None
 
     def to(self, device: "torch.device", dtype: "torch.dtype") -> dict[str, "torch.Tensor"]:
         """Tensors of everything.
@@ -255,6 +268,7 @@ def build_micro_batch(
     indices: Sequence[int],
     split: Split,
     columns: Mapping[str, Values] | None = None,
+    vision: VisionShape | None = None,
 ) -> MicroBatch:
     """Packs samples into one row and takes this context-parallel rank's part of it.
 
@@ -264,6 +278,10 @@ def build_micro_batch(
         split: parallel sizes.
         columns: values per response token, for each name one ``[response]`` array for each of ``indices``, by its
             place in ``batch``.
+        vision: of a model that reads pictures.
+
+    Raises:
+        ValueError: the pictures of a sample do not fit its tokens; the message names it.
     """
     columns = columns or {}
     lengths = split.padded(batch.total_lengths[np.asarray(indices, dtype=np.int64)])
@@ -292,6 +310,11 @@ def build_micro_batch(
     positions = np.concatenate([np.arange(n) for n in lengths])
 
     mine = zigzag_positions(cu, split.cp_size, split.cp_rank)
+    pictures = None
+    if vision is not None:
+        prompts = batch.total_lengths - batch.response_lengths
+        rows = [(i, batch.tokens[i], int(prompts[i]), batch.names[i]) for i in indices]
+        pictures = lay_out_pictures(batch, rows, cu, mine, vision)
     return MicroBatch(
         tokens=tokens[mine],
         position_ids=positions[mine],
@@ -302,6 +325,7 @@ def build_micro_batch(
         cu_seqlens=cu,
         max_seqlen=int(lengths.max()),
         indices=tuple(indices),
+        pictures=pictures,
     )
 
 

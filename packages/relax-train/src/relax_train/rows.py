@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from relax_data.types import RowSource, StepManifest
+from relax_data.types import PICTURE_COLUMNS, ROW_COLUMNS, RowSource, StepManifest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,12 +16,16 @@ class RankBatch:
         tokens: int64 ``[prompt + response]`` by place in the manifest, of the rows that were fetched.
         loss_masks: float32 ``[response]``, likewise.
         rollout_log_probs: float32 ``[response]``, likewise.
+        pixel_values, image_grid_thw: what the processor made of their pictures, likewise (columns of
+            :data:`relax_data.types.PICTURE_COLUMNS`); empty for a model that reads text only.
     """
 
     manifest: StepManifest
     tokens: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     loss_masks: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     rollout_log_probs: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    pixel_values: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    image_grid_thw: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.manifest)
@@ -58,21 +62,24 @@ class RankBatch:
             column(self.tokens),
             column(self.loss_masks),
             column(self.rollout_log_probs),
+            column(self.pixel_values),
+            column(self.image_grid_thw),
         )
 
 
-def fetch_rows(manifest: StepManifest, rows: RowSource, own: Sequence[int]) -> RankBatch:
+def fetch_rows(manifest: StepManifest, rows: RowSource, own: Sequence[int], *, pictures: bool = False) -> RankBatch:
     """Fetches the rows of a rank's own samples, and no other.
 
     Args:
         manifest: of all samples.
         rows: where they are.
         own: places in the manifest, each once.
+        pictures: whether the model reads pictures.
 
     Raises:
         ValueError: a row is not what the manifest says; the message names the sample.
     """
-    columns = rows.fetch(own)
+    columns = rows.fetch(own, (*ROW_COLUMNS, *PICTURE_COLUMNS) if pictures else ROW_COLUMNS)
     for name, lengths in (
         ("tokens", manifest.total_lengths),
         ("loss_masks", manifest.response_lengths),

@@ -38,6 +38,7 @@ from relax_train.batching import (
 )
 from relax_train.models.build import Model
 from relax_train.models.costs import cost_model
+from relax_train.models.vision.tower import decoder_inputs
 from relax_train.settings import TrainSettings
 
 MicroBatchTensors = dict[str, torch.Tensor]
@@ -145,7 +146,8 @@ class ForwardBackward:
     # ------------------------------------------------------------------ micro-batches through the model
 
     def _micro_batches(self, batch: Samples, columns: Columns, plan: Plan) -> list[MicroBatch]:
-        return [build_micro_batch(batch, indices, self.split, columns) for indices in plan]
+        vision = self._model.shape.vision
+        return [build_micro_batch(batch, indices, self.split, columns, vision) for indices in plan]
 
     def _schedule(
         self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], *, forward_only: bool
@@ -162,8 +164,11 @@ class ForwardBackward:
                 max_seqlen_q=micro.max_seqlen,
                 max_seqlen_kv=micro.max_seqlen,
             )
+            more = {}
+            if micro.pictures is not None:
+                more = decoder_inputs(self._model.gpt[0], tensors["tokens"], micro.pictures, packed)
             with self._model.without_head():
-                output = chunk(tensors["tokens"], tensors["position_ids"], None, packed_seq_params=packed)
+                output = chunk(tensors["tokens"], tensors["position_ids"], None, packed_seq_params=packed, **more)
             return output, functools.partial(finish, tensors)
 
         result: list[Any] = get_forward_backward_func()(

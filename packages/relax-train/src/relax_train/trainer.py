@@ -303,7 +303,8 @@ class Trainer:
         if needs_old or self._reference is not None:
             forward_plan = forward_backward.plan(manifest, forward_only=True)
         with timer.phase("fetch"):
-            batch = fetch_rows(manifest, rows, sorted({*mine, *(i for members in forward_plan or () for i in members)}))
+            own = sorted({*mine, *(i for members in forward_plan or () for i in members)})
+            batch = fetch_rows(manifest, rows, own, pictures=self.model.shape.vision is not None)
         old = ref = None
         with self._observer.phase("train_log_probs", offset):
             if self._reference is not None:

@@ -283,7 +283,8 @@ def _memory(config: RunConfig, shape: ModelShape) -> Rows:
 
 def _trainer_memory(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows:
     offload = config.train.parallel.optimizer_cpu_offload
-    device, host = shape.training_bytes(placement, bf16=bf16(config), offload=offload)
+    vision = not config.train.model.freeze_vision_model
+    device, host = shape.training_bytes(placement, bf16=bf16(config), offload=offload, vision_trained=vision)
     rows = [("trainer: weights, gradients, optimizer", f"{_size(device)} a rank, activations come on top")]
     if host:
         rows.append(("trainer: optimizer on the host", f"{_size(host)} a rank"))

@@ -94,6 +94,8 @@ class Loaded:
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a ``config.json`` that decide which tensors a model has, those that are not there as None."""
+    # Models that read pictures may have the keys of their decoder one level down.
+    hf_config = {**hf_config, **(hf_config.get("text_config") or {}), "model_type": hf_config.get("model_type")}
     found = {key: hf_config.get(key) for key in SHAPE_KEYS}
     found["num_experts"] = hf_config.get(experts_key(hf_config))
     hidden, heads = found["hidden_size"], found["num_attention_heads"]

@@ -88,6 +88,7 @@ class _Plan:
         borders = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         self._borders, self._cp_size, self._cp_rank, self._device = borders, cp_size, cp_rank, device
         self._max_length = packed.max_seqlen_q
+        self._given = getattr(packed, "_relax_positions", None)  # of rows with pictures
         self._rotary: dict[tuple[int, Rope, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     @functools.cached_property
@@ -163,7 +164,10 @@ class _Plan:
         return self._rotary[key]
 
     def _positions(self, tokens: int) -> torch.Tensor:
-        """int64 ``[tokens]``: position in its document of each token that this rank holds."""
+        """int64 ``[tokens]``: position in its document of each token of this rank; ``[3, tokens]`` with pictures."""
+        if self._given is not None:
+            given: torch.Tensor = self._given
+            return given
         borders = self._borders.to(device=self._device, dtype=torch.int64)
         if self._cp_size == 1:
             held = torch.arange(tokens, device=self._device)

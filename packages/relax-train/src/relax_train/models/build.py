@@ -49,6 +49,7 @@ from relax_train.models.experts import in_order, use_grouped_products
 from relax_train.models.fused import Remake, fuse
 from relax_train.models.layers import stage_spec
 from relax_train.models.shape import ModelShape
+from relax_train.models.vision.tower import build_tower
 from relax_train.settings import TrainSettings
 from relax_train.settings.model import read_hf_config
 from relax_train.settings.parallel import ParallelSettings
@@ -308,6 +309,9 @@ def build_model(
             position_embedding_type="none",  # PackedAttention rotates, all documents of a row at once
             share_embeddings_and_output_weights=shape.tied,
         ).to(parallel.device)
+        if shape.vision is not None and parallel.is_first_stage:
+            tower = build_tower(shape.vision, config, trained=trainable and not settings.model.freeze_vision_model)
+            gpt.vision_tower = tower.to(parallel.device)
         use_grouped_products(gpt)
         _fuse(gpt, settings.parallel, per_stage)
         if parallel.is_last_stage:

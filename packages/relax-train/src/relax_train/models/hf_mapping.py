@@ -16,6 +16,7 @@ import torch.distributed as dist
 from relax_train.backend.device_context import DeviceContext
 from relax_train.models.build import Model
 from relax_train.models.shape import Weight
+from relax_train.models.vision.shape import PREFIX
 
 Tensors = list[torch.Tensor]
 
@@ -180,6 +181,9 @@ def entries(model: Model) -> Iterator[Entry]:
     shape = model.shape
     for gpt in model.gpt:
         if gpt.pre_process:
+            if shape.vision is not None:
+                for name, param in gpt.vision_tower.named_parameters():
+                    yield Entry(param, (PREFIX + name,))
             yield _entry(gpt, shape.embedding_weight, model, {})
         for layer in gpt.decoder.layers:
             yield from _layer_entries(layer, model)

@@ -29,6 +29,8 @@ class Rope:
         truncate: of ``yarn``: whether the passage begins and ends at a whole dimension.
         attention_factor: of ``yarn``: what the cosines and sines are multiplied by; for ``factor`` s it is
             0.1 ln(s) + 1, which multiplies the logits of attention by its square.
+        sections: of a model that reads pictures: how many frequencies turn with the time, the height and the width of a
+            token (``mrope_section``, arXiv 2409.12191); none: all turn with its position.
     """
 
     theta: float
@@ -41,6 +43,7 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    sections: tuple[int, ...] = ()
 
     def as_config(self) -> dict[str, Any]:
         """All values by name, for a comparison; two models that differ in one compute different things."""

@@ -52,7 +52,8 @@ def rotary_tables(
     The halves of a head lie side by side, as in Llama and Qwen.
 
     Args:
-        positions: int64 ``[tokens]``, position of each token in its document.
+        positions: int64 ``[tokens]``, position of each token in its document; or ``[3, tokens]`` of time, height and
+            width, each of which turns the frequencies of its section of ``rope``.
         dim: size of a head; even.
         rope: base and scaling of the frequencies.
         dtype: float32 or float64.
@@ -60,7 +61,10 @@ def rotary_tables(
     Returns:
         two ``[tokens, 1, dim]`` tensors, to be broadcast over heads; YaRN's are multiplied by its attention factor.
     """
-    angles = positions.to(dtype)[:, None] * rope_frequencies(rope, dim, dtype, positions.device)
+    angles = positions.to(dtype)[..., None] * rope_frequencies(rope, dim, dtype, positions.device)
+    if positions.dim() == 2:
+        sections = angles.split(rope.sections, dim=-1)
+        angles = torch.cat([section[axis] for axis, section in enumerate(sections)], dim=-1)
     angles = torch.cat([angles, angles], dim=-1)[:, None]
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if rope.attention_factor == 1 else (cos * rope.attention_factor, sin * rope.attention_factor)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 from relax_train.models.rope import Rope
+from relax_train.models.vision.shape import VisionShape
 
 Config = Mapping[str, Any]
 """The content of a ``config.json``."""
@@ -120,6 +121,7 @@ class ModelShape:
         max_positions: longest sequence that the model was made for, in tokens; None when nobody knows.
         weights: those of a layer of each kind.
         embedding_weight, final_norm_weight, head_weight: those outside the layers; a tied model has no head of its own.
+        vision: the tower that reads pictures; None of a model that reads text only.
     """
 
     model_type: str
@@ -144,6 +146,7 @@ class ModelShape:
     embedding_weight: Weight = dataclasses.field(repr=False)
     final_norm_weight: Weight = dataclasses.field(repr=False)
     head_weight: Weight = dataclasses.field(repr=False)
+    vision: VisionShape | None = None
 
     @property
     def layers(self) -> int:
@@ -174,6 +177,8 @@ class ModelShape:
         yield from self.named(self.final_norm_weight)
         if not self.tied:
             yield from self.named(self.head_weight)
+        if self.vision is not None:
+            yield from self.vision.tensors()
 
     def layer_tensors(self, layer: int, kind: Kind) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Name and shape of every tensor of a layer of that kind."""
@@ -222,8 +227,9 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All parameters; a tied output layer is not counted twice."""
-        return self.shared_parameters + self.expert_parameters + self.embedding * (1 if self.tied else 2)
+        """All parameters, a vision tower's too; a tied output layer is not counted twice."""
+        vision = self.vision.parameters if self.vision is not None else 0
+        return self.shared_parameters + self.expert_parameters + self.embedding * (1 if self.tied else 2) + vision
 
     @property
     def active_parameters(self) -> int:
@@ -266,17 +272,25 @@ class ModelShape:
 
     # ------------------------------------------------------------------ memory
 
-    def training_bytes(self, sizes: ParallelSizes, *, bf16: bool, offload: bool) -> tuple[int, int]:
+    def training_bytes(
+        self, sizes: ParallelSizes, *, bf16: bool, offload: bool, vision_trained: bool = False
+    ) -> tuple[int, int]:
         """(device, host) bytes of weights, gradients and optimizer on the fullest rank, without activations.
 
         bf16: 2 (weights) + 4 (float32 gradients) + 12 / replicas (float32 weights and both moments of Adam, which the
         distributed optimizer divides among the replicas) bytes a parameter. float32: 4 + 4 + 8 / replicas.
-        ``--optimizer-cpu-offload`` moves the last term to the host.
+        ``--optimizer-cpu-offload`` moves the last term to the host. A vision tower is whole on the first stage; frozen,
+        it has weights alone.
         """
         fixed, divided = (6, 12) if bf16 else (8, 8)
         dense, expert = self.parameters_per_rank(sizes)
         optimizer = divided * dense // (sizes.dp * sizes.cp) + divided * expert // sizes.expert_dp
         weights = fixed * (dense + expert)
+        if self.vision is not None and vision_trained:
+            optimizer += divided * self.vision.parameters // (sizes.dp * sizes.cp)
+            weights += fixed * self.vision.parameters
+        elif self.vision is not None:
+            weights += (2 if bf16 else 4) * self.vision.parameters
         return (weights, optimizer) if offload else (weights + optimizer, 0)
 
     def sleeping_bytes(self, sizes: ParallelSizes, *, bf16: bool, offload: bool) -> int:
@@ -310,4 +324,5 @@ class ModelShape:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [i for i, kind in enumerate(self.kinds) if kind == "dense" and self.experts],
             **self.rope.as_config(),
+            "vision_config": None if self.vision is None else dict(self.vision.sizes),
         }

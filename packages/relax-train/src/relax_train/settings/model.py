@@ -57,6 +57,10 @@ class ModelSettings(Settings):
     bf16: bool | None = option(
         None, "Train in bfloat16 with float32 master weights; default: on with CUDA, off (float32) on CPU."
     )
+    freeze_vision_model: bool = option(
+        True,
+        "Leave the vision tower of a model that reads pictures as it is; trained, it shares the decoder's optimizer.",
+    )
     update_weight_buffer_size: int = option(
         536870912,
         "Bytes of a bucket of full tensors in a weight update; a push needs at most two buckets beside the model. A "

@@ -9,11 +9,14 @@ from relax_train.models.architectures.base import Architecture
 from relax_train.models.architectures.llama import LLAMA
 from relax_train.models.architectures.missing import missing_parts
 from relax_train.models.architectures.qwen2 import QWEN2
+from relax_train.models.architectures.qwen2_5_vl import QWEN2_5_VL
 from relax_train.models.architectures.qwen3 import QWEN3
 from relax_train.models.architectures.qwen3_moe import QWEN3_MOE
 from relax_train.models.shape import Config, ModelShape
 
-ARCHITECTURES: dict[str, Architecture] = {record.model_type: record for record in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
+ARCHITECTURES: dict[str, Architecture] = {
+    record.model_type: record for record in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_5_VL)
+}
 """By ``model_type`` of the Hugging Face configuration."""
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -146,6 +146,7 @@ class Architecture:
         rope_types: ways to scale the rotary embedding that are built.
         refuses: switches of ``config.json`` that may not be on, because what they switch on is not built.
         defaults: what transformers takes for a key that ``config.json`` leaves out.
+        reads_pictures: whether it has a vision tower.
         models: well-known models of the family, for the documentation.
         tried: sizes that ran from end to end, and where, for the documentation.
     """
@@ -164,6 +165,7 @@ class Architecture:
     rope_types: tuple[str, ...] = ROPE_TYPES
     refuses: tuple[str, ...] = ("use_sliding_window", "attention_bias")
     defaults: Config = dataclasses.field(default_factory=dict)
+    reads_pictures: bool = False
     models: tuple[str, ...] = ()
     tried: tuple[str, ...] = ()
 

@@ -13,7 +13,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "layers without positions": ("no_rope_layers", "no_rope_layer_interval"),
     "shared experts": ("n_shared_experts", "shared_expert_intermediate_size", "num_shared_experts"),
     "state-space layers": ("mamba_d_state", "ssm_state_size", "state_size"),
-    "images": ("vision_config", "image_token_id"),
+    "a vision tower of another kind": ("vision_config", "image_token_id"),
     "sound": ("audio_config",),
     "capped logits": ("attn_logit_softcapping", "final_logit_softcapping"),
     "scaled residuals or logits": ("residual_multiplier", "attention_multiplier", "logits_scaling", "scale_depth"),

@@ -19,7 +19,11 @@ _CANCELLED = 1e-12
 
 Messages = list[dict[str, Any]]
 
-_NO_PIXELS, _NO_GRID = np.zeros((0, 0), np.float32), np.zeros((0, 3), np.int64)
+NO_PICTURES: dict[str, np.ndarray] = {
+    "pixel_values": np.zeros((0, 0), np.float32),
+    "image_grid_thw": np.zeros((0, 3), np.int64),
+}
+"""Columns of :data:`PICTURE_COLUMNS` of a sample without pictures."""
 
 
 class SampleStatus(enum.StrEnum):
@@ -305,7 +309,8 @@ class TrainBatch:
 
     def __post_init__(self) -> None:
         if not self.image_grid_thw:
-            self.pixel_values, self.image_grid_thw = [_NO_PIXELS] * len(self.tokens), [_NO_GRID] * len(self.tokens)
+            for name, none in NO_PICTURES.items():
+                setattr(self, name, [none] * len(self.tokens))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -335,8 +340,8 @@ class TrainBatch:
             group_ids=np.array([s.prompt.prompt_id for s in samples], dtype=np.int64),
             oldest_versions=np.array([s.oldest_version for s in samples], dtype=np.int64),
             names=[s.name for s in samples],
-            pixel_values=[s.prompt.features.get("pixel_values", _NO_PIXELS) for s in samples],
-            image_grid_thw=[s.prompt.features.get("image_grid_thw", _NO_GRID) for s in samples],
+            pixel_values=[s.prompt.features.get("pixel_values", NO_PICTURES["pixel_values"]) for s in samples],
+            image_grid_thw=[s.prompt.features.get("image_grid_thw", NO_PICTURES["image_grid_thw"]) for s in samples],
         )
 
     def select(self, indices: Sequence[int]) -> "TrainBatch":

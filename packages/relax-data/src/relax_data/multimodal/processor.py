@@ -24,11 +24,12 @@ from typing import Any
 import numpy as np
 
 from relax_data.errors import DataError
-from relax_data.multimodal.images import read_image
+from relax_data.multimodal.images import png_features, read_image
 from relax_data.types import Prompt
 
 Features = dict[str, np.ndarray]
-"""The output of a processor for one sample: ``input_ids``, ``pixel_values``, ..., as numpy arrays."""
+"""The output of a processor for one sample: ``input_ids``, ``pixel_values``, ..., as numpy arrays; with images also
+those that :func:`relax_data.multimodal.images.png_features` makes."""
 
 _START_SECONDS = 120.0
 _STOP_SECONDS = 5.0
@@ -166,6 +167,8 @@ def run_processor(processor: Any, name: str, text: str, multimodal: dict[str, An
     except (Exception, SystemExit) as error:
         # Processors raise what their parts raise.
         raise DataError(f"{name}: the processor failed: {type(error).__name__}: {error}") from error
+    if "images" in arguments:
+        features |= png_features(arguments["images"])
     for key, array in features.items():
         if array.dtype.kind in "OV":  # pointers and records: no tensor, and the one means nothing in another process
             raise DataError(f"{name}: the processor's {key!r} is an array of {array.dtype}, not of numbers or text")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from relax_data.plane.base import DataPlane
-from relax_data.types import ROW_COLUMNS, Sample
+from relax_data.types import NO_PICTURES, PICTURE_COLUMNS, ROW_COLUMNS, Sample
 
 _STORED: dict[str, tuple[str, type[np.generic]]] = {
     "tokens": ("tokens", np.int64),
@@ -51,12 +51,15 @@ class PlaneRows:
     ids: Sequence[int]
 
     def fetch(self, indices: Sequence[int], columns: Sequence[str] = ROW_COLUMNS) -> dict[str, list[np.ndarray]]:
-        """The rows of the samples at ``indices``, in the types of :class:`relax_data.types.TrainBatch`.
+        """The rows of the samples at ``indices``, in the types of :class:`relax_data.types.TrainBatch`; no pictures.
 
         Raises:
             PlaneError: a row is not there.
             PlaneFailed: the plane broke; the message says which part of it.
         """
-        assert set(columns) <= set(ROW_COLUMNS), f"a row has the columns {ROW_COLUMNS}, not {columns}"
-        found = self.plane.fetch([self.ids[i] for i in indices], [_STORED[name][0] for name in columns]).columns
-        return {name: [row.astype(_STORED[name][1]) for row in found[_STORED[name][0]]] for name in columns}
+        known = {*ROW_COLUMNS, *PICTURE_COLUMNS}
+        assert set(columns) <= known, f"a row has the columns {sorted(known)}, not {columns}"
+        stored = [name for name in columns if name in _STORED]
+        found = self.plane.fetch([self.ids[i] for i in indices], [_STORED[name][0] for name in stored]).columns
+        rows = {name: [row.astype(_STORED[name][1]) for row in found[_STORED[name][0]]] for name in stored}
+        return rows | {name: [NO_PICTURES[name]] * len(indices) for name in columns if name not in _STORED}

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from relax_data.multimodal.processor import ProcessorPool
 from relax_data.prompts.source import MemoryPromptSource, PromptSource
 from relax_data.prompts.streaming import StreamingPromptSource
 from relax_data.prompts.template import PromptBuilder
@@ -16,6 +17,7 @@ def open_prompts(
     *,
     num_epoch: int | None = None,
     paths: str | Sequence[str] | None = None,
+    processor: ProcessorPool | None = None,
 ) -> PromptSource:
     """Opens the prompts that the settings name.
 
@@ -24,13 +26,14 @@ def open_prompts(
         tokenizer: a transformers tokenizer.
         num_epoch: how often the data is gone through; None is without end.
         paths: read these instead of ``settings.prompt_data`` (evaluation).
+        processor: of rows with pictures.
 
     Raises:
         DataError: a file is missing or empty, a row is unusable, or no prompt is left after the filter. Without
             ``use_streaming_dataset`` all rows are read and checked here, before anything starts.
     """
     files = resolve_files(settings.prompt_data if paths is None else paths)
-    builder = PromptBuilder(settings, tokenizer)
+    builder = PromptBuilder(settings, tokenizer, processor)
     if settings.use_streaming_dataset:
         return StreamingPromptSource(files, builder, settings, num_epoch=num_epoch)
     return MemoryPromptSource(files, builder, settings, num_epoch=num_epoch)

@@ -21,6 +21,8 @@ from relax_data.types import Prompt
 logger = logging.getLogger(__name__)
 
 _READ_ROWS = 1024
+_MOST_PICTURE_BYTES = 8 << 30
+"""Most bytes of the tensors of all pictures that are kept in memory."""
 
 
 class PromptSource(Protocol):
@@ -44,6 +46,14 @@ class PromptSource(Protocol):
 
         Raises:
             DataError: the data, the seed or the filter is another one than then.
+        """
+        ...
+
+    def restore(self, prompt: Prompt) -> None:
+        """Gives a prompt of a checkpoint what is not saved with it: the tensors of its pictures.
+
+        Raises:
+            DataError: a picture cannot be read any more, or gives other tokens than it did.
         """
         ...
 
@@ -75,7 +85,7 @@ class MemoryPromptSource:
         self._num_epoch = num_epoch
         self._builder = builder
         self._prompts: list[_Stored] = []
-        self._rows_read = 0
+        self._rows_read = self._picture_bytes = 0
         prints, counts = [], []
         for file in files:
             rows = open_rows(file.path)
@@ -102,6 +112,13 @@ class MemoryPromptSource:
                 if prompt is not None:
                     self._prompts.append(_Stored(prompt, np.array(prompt.input_ids, dtype=np.int32)))
                     prompt.input_ids = []
+                    self._picture_bytes += sum(array.nbytes for array in prompt.features.values())
+            if self._picture_bytes > _MOST_PICTURE_BYTES:
+                size = f"{self._picture_bytes / 2**30:.1f} GiB"
+                raise DataError(
+                    f"the tensors of the pictures of the first {len(self._prompts)} prompts take {size}: add "
+                    "--use-streaming-dataset, which makes them as they are needed"
+                )
 
     @property
     def drops(self) -> Drops:
@@ -126,6 +143,10 @@ class MemoryPromptSource:
             if self._position == len(self._prompts):
                 self._epoch, self._position = self._epoch + 1, 0
         return taken
+
+    def restore(self, prompt: Prompt) -> None:
+        """Makes the tensors of a prompt's pictures anew; :class:`DataError` when they are not as they were."""
+        self._builder.restore(prompt)
 
     def _order(self) -> np.ndarray:
         if self._order_of is None or self._order_of[0] != self._epoch:

@@ -189,6 +189,10 @@ class StreamingPromptSource:
             self._position, self._prompt_id, self._found_in_epoch = before
             raise
 
+    def restore(self, prompt: Prompt) -> None:
+        """Makes the tensors of a prompt's pictures anew; :class:`DataError` when they are not as they were."""
+        self._builder.restore(prompt)
+
     def _next(self, n: int) -> list[Prompt]:
         taken: list[Prompt] = []
         while len(taken) < n and not self._exhausted:

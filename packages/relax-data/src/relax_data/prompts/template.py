@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from typing import Any, TypeVar
 
+import numpy as np
+
 from relax_data.errors import DataError
+from relax_data.multimodal.processor import Features, ProcessorCrashed, ProcessorPool
 from relax_data.options import flag
 from relax_data.prompts.messages import check_rendered, parsed_json, read_messages, read_tools
 from relax_data.prompts.token_bound import characters_a_token, fewest_tokens
@@ -81,11 +84,13 @@ class PromptBuilder:
     Args:
         settings: the data options.
         tokenizer: a transformers tokenizer, or anything with its ``__call__`` and ``apply_chat_template``.
+        processor: of rows with ``--multimodal-keys``: makes tokens and tensors of text and pictures together.
     """
 
-    def __init__(self, settings: DataSettings, tokenizer: Any):
+    def __init__(self, settings: DataSettings, tokenizer: Any, processor: ProcessorPool | None = None):
         self._settings = settings
         self._tokenizer = tokenizer
+        self._processor = processor
         self.drops = Drops()
         self._bound: tuple[int, bool] | None = None
         self._asked_bound = False
@@ -104,13 +109,66 @@ class PromptBuilder:
             DataError: a row is unusable and ``skip_bad_rows`` is off; names file, line and key.
         """
         drafts = [self._short_enough(self._usable(self._draft, r.row, r.source)) for r in rows]
-        texts = [d.text for d in drafts if d is not None]
+        pictured = self._with_pictures(drafts)
+        texts = [d.text for i, d in enumerate(drafts) if d is not None and i not in pictured]
         try:
             tokens = iter(self._tokenise(texts))
         except Exception:
             # One of them stopped it: each alone, so that its row is named.
-            return [None if d is None else self._usable(self._finish_alone, d, d.source) for d in drafts]
-        return [None if d is None else self._finish(d, next(tokens)) for d in drafts]
+            return [
+                pictured[i] if i in pictured else None if d is None else self._usable(self._finish_alone, d, d.source)
+                for i, d in enumerate(drafts)
+            ]
+        return [
+            pictured[i] if i in pictured else None if d is None else self._finish(d, next(tokens))
+            for i, d in enumerate(drafts)
+        ]
+
+    def _with_pictures(self, drafts: Sequence[Prompt | None]) -> dict[int, Prompt | None]:
+        """The prompts of those drafts that have pictures, by their place; None for those that are dropped."""
+        if self._processor is None:
+            return {}
+        futures = {
+            i: self._processor.submit(d.source, d.text, d.multimodal)
+            for i, d in enumerate(drafts)
+            if d is not None and d.multimodal
+        }
+
+        def finish(draft: Prompt, source: str) -> Prompt | None:
+            try:
+                features = futures[places[id(draft)]].result()
+            except ProcessorCrashed as error:
+                raise DataError(str(error)) from error
+            return self._finish(take_features(draft, features), draft.input_ids)
+
+        found: dict[int, Prompt | None] = {}
+        places = {id(draft): i for i, draft in enumerate(drafts)}
+        try:
+            for i in futures:
+                draft = drafts[i]
+                assert draft is not None
+                found[i] = self._usable(finish, draft, draft.source)
+        except DataError:
+            for future in futures.values():
+                future.cancel()
+            raise
+        return found
+
+    def restore(self, prompt: Prompt) -> None:
+        """Makes the tensors of a prompt's pictures anew: a checkpoint has their paths or their bytes alone.
+
+        Raises:
+            DataError: a picture cannot be read any more, or gives other tokens than it did.
+        """
+        if self._processor is None or not prompt.multimodal:
+            return
+        ids = prompt.input_ids
+        take_features(prompt, self._processor.submit(prompt.source, prompt.text, prompt.multimodal).result())
+        if prompt.input_ids != ids:
+            raise DataError(
+                f"{prompt.source}: its pictures give {len(prompt.input_ids)} tokens and gave {len(ids)} at the "
+                "checkpoint: put pictures and processor back as they were"
+            )
 
     def _short_enough(self, draft: Prompt | None) -> Prompt | None:
         """The prompt, or None for one that the length limit drops whatever its tokens are: tokenising it is dear."""
@@ -257,10 +315,38 @@ class PromptBuilder:
                 items = row[key] if isinstance(row[key], list) else [row[key]]
                 if not all(isinstance(i, str | bytes | dict) for i in items):
                     raise DataError(f"{source}: key {key!r} must hold paths, bytes or objects, one or a list")
-                found[modality] = items
+                if items:
+                    found[modality] = items
         return found
 
 
+def take_features(prompt: Prompt, features: Features) -> Prompt:
+    """Gives a prompt the tokens and the tensors that a processor made of it.
+
+    Raises:
+        DataError: the processor made no tokens, or no pictures of Qwen's kind.
+    """
+    missing = [name for name in (*_OF_PICTURES, "input_ids", "mm_token_type_ids") if name not in features]
+    if missing:
+        raise DataError(
+            f"{prompt.source}: the processor of --hf-checkpoint gave no {' and no '.join(missing)}: it is none of a "
+            "model whose pictures can be trained on"
+        )
+    ids, pictured = features["input_ids"][0], features["mm_token_type_ids"][0] == 1
+    first = pictured & ~np.concatenate([[False], pictured[:-1]])
+    if first.sum() != len(features["image_grid_thw"]):
+        raise DataError(
+            f"{prompt.source}: the prompt has {first.sum()} marks of pictures and {len(features['image_grid_thw'])} "
+            "pictures: does the chat template write one for each?"
+        )
+    prompt.input_ids = ids.tolist()
+    prompt.features = {name: features[name] for name in _OF_PICTURES}
+    prompt.features["engine_ids"] = ids[first | ~pictured]
+    prompt.features["picture_token"] = ids[first][:1]
+    return prompt
+
+
+_OF_PICTURES = ("pixel_values", "image_grid_thw", "picture_png", "picture_sizes")
 _OF_TEMPLATE = ("tool_key", "system_prompt", "apply_chat_template_kwargs")
 
 

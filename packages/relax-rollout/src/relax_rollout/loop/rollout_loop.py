@@ -334,6 +334,9 @@ class RolloutLoop:
         ledger = PromptLedger()
         ledger.load_state_dict(ledger_state)
         self._source.load_state_dict(source_state)
+        for group in ledger.groups():
+            if group.prompt.multimodal:
+                self._source.restore(group.prompt)
         self._dropped, self.ledger = dropped, ledger
         self._feed = self._feed_of(ledger)
         self._restarted = self._feed.restart_resized()

@@ -1,0 +1,126 @@
+"""Rows with pictures: their tokens, what the trainer and the engine get of them, bad ones, and their return."""
+
+import base64
+import dataclasses
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from relax_data.errors import DataError
+from relax_data.multimodal import ProcessorPool
+from relax_data.multimodal.images import picture_uris
+from relax_data.prompts.open import open_prompts
+from relax_data.prompts.source import PromptSource
+from relax_data.settings import DataSettings
+from relax_data.types import Sample, SampleGroup, SampleStatus, StepManifest, TrainBatch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A processor, and pictures of 6, 2 and 4 tokens; the last is 56 wide and 28 high, and held upright."""
+    from PIL import Image
+    from tiny_vision import save_processor
+
+    base = tmp_path_factory.mktemp("pictures")
+    save_processor(base)
+    rng = np.random.default_rng(3)
+    for name, size in (("a.png", (56, 84)), ("b.png", (28, 56)), ("c.png", (56, 28))):
+        image = Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8))
+        exif = image.getexif()
+        if name == "c.png":
+            exif[0x0112] = 6
+        image.save(base / name, exif=exif)
+    (base / "bad.png").write_bytes((base / "a.png").read_bytes()[:900])
+    return base
+
+
+@pytest.fixture(scope="module")
+def pool(folder: Path) -> Iterator[ProcessorPool]:
+    with ProcessorPool(str(folder)) as made:
+        yield made
+
+
+def opened(folder: Path, pool: ProcessorPool, rows: list[list[Any]], **options: Any) -> PromptSource:
+    from transformers import AutoTokenizer
+
+    data = folder / f"rows{abs(hash(str(rows)))}.jsonl"
+    paths = [[str(folder / name) for name in names] for _, *names in rows]
+    lines = [{"input": text, "images": images} for (text, *_), images in zip(rows, paths, strict=True)]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    settings = DataSettings(
+        prompt_data=(str(data),), apply_chat_template=True, multimodal_keys={"image": "images"}, **options
+    )
+    return open_prompts(settings, AutoTokenizer.from_pretrained(folder), processor=pool, num_epoch=1)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_tokens_count_pieces_and_the_engine_gets_one_for_each_picture(
+    folder: Path, pool: ProcessorPool, streaming: bool
+) -> None:
+    from PIL import Image
+    from transformers import AutoProcessor
+
+    rows = [["what is <image>?", "a.png"], ["<image> or <image>?", "b.png", "c.png"], ["what?"]]
+    prompts = opened(folder, pool, rows, use_streaming_dataset=streaming).next(3)
+    token = AutoProcessor.from_pretrained(folder).image_token_id
+    assert [p.input_ids.count(token) for p in prompts] == [6, 4, 0]
+    assert [list(p.features.get("engine_ids", p.input_ids)).count(token) for p in prompts] == [1, 2, 0]
+    assert [len(p.features["image_grid_thw"]) for p in prompts[:2]] == [1, 2]
+    assert prompts[1].features["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 4]], "c.png is shown lying"
+    assert prompts[2].features == {}
+    assert prompts[0].features["picture_token"].tolist() == [token]
+    # What the engine decodes gives the very tensors that the trainer gets.
+    files = [base64.b64decode(uri.partition(",")[2]) for uri in picture_uris(prompts[1].features)]
+    again = AutoProcessor.from_pretrained(folder).image_processor(
+        images=[Image.open(io.BytesIO(file)) for file in files], return_tensors="np"
+    )
+    np.testing.assert_array_equal(again["pixel_values"], prompts[1].features["pixel_values"])
+    assert picture_uris(prompts[2].features) == []
+
+
+def test_a_bad_picture_is_the_error_of_its_row(folder: Path, pool: ProcessorPool) -> None:
+    rows = [["what is <image>?", "a.png"], ["what is <image>?", "bad.png"], ["<image>?", "b.png"]]
+    with pytest.raises(DataError, match=r"jsonl:2: image 1 \(.*bad.png\) cannot be read: .*--skip-bad-rows"):
+        opened(folder, pool, rows)
+    source = opened(folder, pool, rows, skip_bad_rows=True)
+    assert (len(source), source.drops.unusable) == (2, 1)
+    assert [p.source[-1] for p in source.next(2)] == ["1", "3"]
+
+
+def test_a_length_limit_counts_the_pieces(folder: Path, pool: ProcessorPool) -> None:
+    rows = [["<image>?", "a.png"], ["<image>?", "b.png"]]
+    short, long = sorted(len(p.input_ids) for p in opened(folder, pool, rows).next(2))
+    assert (short, long) == (long - 4, long)
+    assert len(opened(folder, pool, rows, rollout_max_prompt_len=long - 1)) == 1
+
+
+def test_tensors_come_back_after_a_checkpoint_or_it_is_said_that_they_changed(
+    folder: Path, pool: ProcessorPool
+) -> None:
+    source = opened(folder, pool, [["<image>?", "a.png"]])
+    prompt = source.next(1)[0]
+    saved = dataclasses.replace(prompt, features={})
+    source.restore(saved)
+    assert saved.features.keys() == prompt.features.keys()
+    for name, array in prompt.features.items():
+        np.testing.assert_array_equal(saved.features[name], array)
+    other = dataclasses.replace(prompt, multimodal={"image": [str(folder / "b.png")]}, features={})
+    with pytest.raises(DataError, match="put pictures and processor back"):
+        source.restore(other)
+
+
+def test_responses_to_a_prompt_share_its_tensors(folder: Path, pool: ProcessorPool) -> None:
+    groups = [SampleGroup.start(p, 2) for p in opened(folder, pool, [["<image>?", "a.png"], ["?"]]).next(2)]
+    for sample in (s for g in groups for s in g.samples):
+        assert isinstance(sample, Sample)
+        sample.append([5], [-1.0], 0)
+        sample.status, sample.reward = SampleStatus.COMPLETED, 1.0
+    batch = TrainBatch.from_groups(groups, 0)
+    assert batch.pixel_values[0] is batch.pixel_values[1] is groups[0].prompt.features["pixel_values"]
+    assert [grid.tolist() for grid in batch.image_grid_thw] == [[[1, 4, 6]]] * 2 + [[]] * 2
+    assert batch.select([3, 0]).image_grid_thw[1].tolist() == [[1, 4, 6]]
+    assert StepManifest.of(batch).prompt_lengths.tolist() == [len(g.prompt.input_ids) for g in groups for _ in "12"]

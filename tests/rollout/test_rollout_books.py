@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from relax_data.hooks import load_function
 from relax_data.prompts.ledger import LedgerError, PromptState
@@ -49,6 +50,9 @@ class Numbers:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at = state["at"]
+
+    def restore(self, prompt: Prompt) -> None:
+        prompt.features = {"made_anew": np.zeros(1)}
 
     def __len__(self) -> int:
         return self.n
@@ -149,6 +153,7 @@ class Schedule:
         state = json.loads(text[0])
         state["ledger"]["samples"] = text[1]
         self.loop.load_state_dict(state)
+        assert all(group.prompt.features for group in self.loop.ledger.groups()), "pictures are read again"
 
     def save(self) -> None:
         """What a checkpoint of this moment has to give back."""

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 from relax_data.hooks import load_function
+from relax_data.multimodal.images import picture_uris
 from relax_data.types import Prompt, Sample, SampleStatus, WeightVersion
 
 from relax_rollout.concurrency import guarded
@@ -130,7 +131,8 @@ class GenerationContext:
             result = await self._router.generate(request)
             if seam and result.tokens:
                 self.kept_tokens += len(sample.tokens)
-                self.reprefilled_tokens += max(0, len(request.input_ids) - result.cached_tokens)
+                prefix = len(sample.prompt.input_ids) + len(sample.tokens)
+                self.reprefilled_tokens += max(0, prefix - result.cached_tokens)
             n, reason = self._end(before, result, request.sampling)
             sample.append(result.tokens[:n], result.log_probs[:n], result.versions[:n])
             if result.finish_reason != "held" or reason != "abort":
@@ -144,7 +146,7 @@ class GenerationContext:
         s = self.sampling
         return GenerateRequest(
             rid=f"{self._label}-p{sample.prompt.prompt_id}-s{sample.index}-{uuid.uuid4().hex[:8]}",
-            input_ids=[*sample.prompt.input_ids, *sample.tokens],
+            input_ids=[*_engine_ids(sample), *sample.tokens],
             sampling=SamplingParams(
                 max_new_tokens=limit,
                 temperature=s.temperature,
@@ -154,7 +156,7 @@ class GenerationContext:
                 stop_token_ids=s.stop_token_ids,
                 ignore_eos=ignore_eos,
             ),
-            multimodal=sample.prompt.multimodal,
+            multimodal=_pictures(sample.prompt),
         )
 
     def _end(self, before: list[int], result: GenerateResult, sampling: SamplingParams) -> tuple[int, FinishReason]:
@@ -188,6 +190,30 @@ class GenerationContext:
         sample.status = statuses[reason]
         if sample.status.finished:
             sample.response = self.tokenizer.decode(sample.tokens, skip_special_tokens=True)
+
+
+def _engine_ids(sample: Sample) -> list[int]:
+    """The prompt's tokens as the engine gets them: one for each picture, which it expands itself.
+
+    Raises:
+        ValueError: the response has the token of a picture, so that the engine could not tell which are pictures.
+    """
+    features = sample.prompt.features
+    if "engine_ids" not in features:
+        return sample.prompt.input_ids
+    if (token := int(features["picture_token"][0])) in sample.tokens:
+        raise ValueError(
+            f"{sample.name}: its response has token {token}, which stands for a picture, and the engine cannot go on "
+            "behind it; the model should not write it: train it less far from its start weights"
+        )
+    ids: list[int] = features["engine_ids"].tolist()
+    return ids
+
+
+def _pictures(prompt: Prompt) -> dict[str, Any]:
+    """What an engine gets beside the tokens: the pictures as files, or what the row holds where none were read."""
+    uris = picture_uris(prompt.features)
+    return {**prompt.multimodal, "image": uris} if uris else prompt.multimodal
 
 
 def _sampled_last(sample: Sample) -> list[int]:

@@ -31,7 +31,7 @@ OPTIONS: Mapping[str, Any] = MappingProxyType(
 )
 """Server options on CPU; what the user sets as ``--sglang-<name>`` wins."""
 
-MODEL_FILES = frozenset({"llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "transformers"})
+MODEL_FILES = frozenset({"llama", "mistral", "qwen2", "qwen2_moe", "qwen2_5_vl", "qwen3", "qwen3_moe", "transformers"})
 """SGLang's model files that are loaded; ``transformers`` is its wrapper for models without one of their own."""
 
 

@@ -55,3 +55,12 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
     if name.endswith("_cpu") and not name.startswith("_"):
         return _absent(name)
     raise AttributeError(f"module 'sgl_kernel' (CPU stand-in) has no attribute {name!r}")
+
+
+for _name in (
+    *("fused_gdn_gating_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"),
+    *("fused_qkvzba_split_reshape_cat_contiguous_cpu", "fused_sigmoid_mul_cpu"),
+):
+    # SGLang's processor of pictures for Qwen2.5-VL imports the model files of Qwen3.5 too, which take these operators
+    # by name. Without an implementation they raise when they are called.
+    torch.library.define(f"sgl_kernel::{_name}", "(Tensor x) -> Tensor")

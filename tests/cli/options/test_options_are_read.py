@@ -44,10 +44,7 @@ GENERIC = {"settings", "options", "flags", "s"}
 CHECKS = {"problems", "_problems"}
 """Methods of a settings class that check it; what only they call is a check too."""
 
-REFUSED = "a start with it is refused until the mode is carried out (relax_cli.checks.validate, _start_needs)"
-KNOWN = {
-    "mm_processor_pool_size": REFUSED,
-}
+KNOWN: dict[str, str] = {}
 """Options that nothing reads, each with the reason why that is right. Whoever makes one of them work removes it here:
 the test holds that the list is exact."""
 

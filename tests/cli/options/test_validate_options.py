@@ -233,13 +233,29 @@ def test_fully_async_without_gpus_has_a_process_for_each_side(workspace: Path, s
     )
 
 
-@pytest.mark.parametrize("more", [[], ["--mm-processor-pool-size", "2"]])
-def test_images_are_planned_but_not_started(workspace: Path, start: list[str], more: list[str]) -> None:
-    words = ["--apply-chat-template", "--multimodal-keys", '{"image": "images"}', *more]
-    message = only([*start, *words])
-    assert message.startswith("--multimodal-keys is planned")
-    assert "qwen3_moe) read text only: remove it, and --mm-processor-pool-size with it" in message
-    assert resolve([*start, *words, "--dry-run"], {}).notes == (message,)
+def test_pictures_need_a_model_that_reads_them_and_a_chat_template(workspace: Path, start: list[str]) -> None:
+    pictures = ["--multimodal-keys", '{"image": "images"}', "--mm-processor-pool-size", "2"]
+    with pytest.raises(ConfigError) as raised:
+        resolve([*start, *pictures], {})
+    assert "a model that reads pictures (qwen2_5_vl): --multimodal-keys names some" in str(raised.value)
+    assert "--apply-chat-template: it writes the tokens of the pictures" in str(raised.value)
+    assert "qwen3 has no vision tower" in only([*start, "--no-freeze-vision-model"])
+
+    folder = workspace / "seeing"
+    folder.mkdir()
+    text = {**json.loads((workspace / "small" / "config.json").read_text()), "model_type": "qwen2_5_vl"}
+    half = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"]) // 2
+    rope = {"type": "mrope", "mrope_section": [half - 2, 1, 1]}
+    text.update(rope_scaling=rope, image_token_id=9, vision_config={"out_hidden_size": text["hidden_size"]})
+    (folder / "config.json").write_text(json.dumps(text))
+    for file in (workspace / "small").iterdir():
+        if file.name != "config.json":
+            (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    words = ["seeing" if word == "small" else word for word in start]
+    seeing = [*words, *pictures, "--apply-chat-template", "--no-freeze-vision-model"]
+    assert resolve(seeing, {}).data.mm_processor_pool_size == 2
+    assert "--fully-async sends rows through TransferQueue" in only([*seeing, "--fully-async"])
 
 
 def test_debug_train_only_needs_no_reward_and_no_prompts(workspace: Path) -> None:

@@ -109,6 +109,11 @@ def _model_problems(config: RunConfig) -> Problems:
     except ValueError as error:
         return [f"--hf-checkpoint {config.train.model.hf_checkpoint}: {error}"]
     found = []
+    if shape.vision is None and not config.train.model.freeze_vision_model:
+        found.append(
+            f"--no-freeze-vision-model has no effect: {shape.model_type} has no vision tower, it reads text only; "
+            "remove it"
+        )
     if config.placement is not None and not config.debug.debug_rollout_only:
         parallel = config.train.parallel
         sizes = [n for n in SIZES if (getattr(parallel, n) or 1) > 1]
@@ -261,12 +266,36 @@ def _start_needs(config: RunConfig) -> Problems:
     refusal = mode_refusal(config.cluster)
     if refusal is not None:
         found.append(refusal)
-    if config.data.multimodal_keys:
-        found.append(
-            "--multimodal-keys is planned and checked by this version, but the models that it trains "
-            f"({', '.join(ARCHITECTURES)}) read text only: remove it, and --mm-processor-pool-size with it"
-        )
+    found += _picture_needs(config)
     found += file_needs(config)
+    return found
+
+
+def _picture_needs(config: RunConfig) -> Problems:
+    """What a run with ``--multimodal-keys`` needs."""
+    keys = config.data.multimodal_keys or {}
+    found = []
+    for modality in sorted(keys.keys() - {"image"}):
+        found.append(f"--multimodal-keys: pictures alone: {modality} is not trained on by this version; remove it")
+    if not keys or config.debug.debug_train_only:
+        return found
+    try:
+        seeing = model_shape(read_hf_config(config.train.model.hf_checkpoint)).vision is not None
+    except ValueError:  # that is said elsewhere
+        return found
+    if not seeing:
+        reading = ", ".join(name for name, record in ARCHITECTURES.items() if record.reads_pictures)
+        found.append(
+            f"a model that reads pictures ({reading}): --multimodal-keys names some, and the model of --hf-checkpoint "
+            "reads text only"
+        )
+    if not config.data.apply_chat_template:
+        found.append("--apply-chat-template: it writes the tokens of the pictures that --multimodal-keys names")
+    if config.cluster.fully_async:
+        found.append(
+            "rows without pictures: --fully-async sends rows through TransferQueue, which would carry the pictures of "
+            "a prompt once for each response; remove --fully-async or --multimodal-keys"
+        )
     return found
 
 

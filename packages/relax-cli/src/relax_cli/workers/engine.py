@@ -1,6 +1,7 @@
 """The Ray actor that owns one SGLang server process."""
 
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -49,6 +50,9 @@ class EngineActor:
         from relax_rollout.engines.sglang.server import SGLangServer
 
         enter_folder(config.folder)
+        if config.data.multimodal_keys and not config.train.model.freeze_vision_model:
+            # SGLang keeps what its vision tower made of a picture, also over a push of other weights.
+            os.environ["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
         self._progress = ""
         self._node_id = node_id
         self._server = SGLangServer(

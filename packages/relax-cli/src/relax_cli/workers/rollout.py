@@ -19,6 +19,7 @@ from relax_cli.workers.plane_rows import ROWS_PLANE
 from relax_cli.workers.process import enter_folder, start_log
 
 if TYPE_CHECKING:
+    from relax_data.multimodal import ProcessorPool
     from relax_data.plane.transferqueue import TransferQueuePlane
     from relax_profiling.recorders.sglang import RolloutProfiler
     from relax_rollout.engines.base import Engine, EngineAddress, MemoryTag
@@ -79,7 +80,10 @@ class RolloutActor:
         self._eval_settings = dataclasses.replace(config.rollout, rollout_max_context_len=lengths.sample)
         self._status = "idle"
         self._tokenizer = AutoTokenizer.from_pretrained(config.train.model.hf_checkpoint)
-        self._source = open_prompts(config.data, self._tokenizer, num_epoch=config.run.num_epoch)
+        self._processor = self._open_processor()
+        self._source = open_prompts(
+            config.data, self._tokenizer, num_epoch=config.run.num_epoch, processor=self._processor
+        )
         self._eval_prompts = self._open_eval_prompts()
         self._reward = build_reward(config.reward)
         self._engines = EnginePool()
@@ -282,6 +286,15 @@ class RolloutActor:
             progress=self._say,
         )
 
+    def _open_processor(self) -> "ProcessorPool | None":
+        """The processor of pictures, for rows that have some."""
+        if not self._config.data.multimodal_keys:
+            return None
+        from relax_data.multimodal import ProcessorPool
+
+        folder = str(Path(self._config.train.model.hf_checkpoint).absolute())
+        return ProcessorPool(folder, size=self._config.data.mm_processor_pool_size)
+
     def _open_eval_prompts(self) -> dict[str, list[Prompt]]:
         from relax_data.prompts.open import open_prompts
 
@@ -290,7 +303,7 @@ class RolloutActor:
         names_and_paths = self._config.eval.eval_prompt_data or ()
         prompts = {}
         for name, path in zip(names_and_paths[::2], names_and_paths[1::2], strict=True):
-            source = open_prompts(settings, self._tokenizer, num_epoch=1, paths=path)
+            source = open_prompts(settings, self._tokenizer, num_epoch=1, paths=path, processor=self._processor)
             prompts[name] = source.next(len(source))
         return prompts
 
@@ -385,5 +398,7 @@ class RolloutActor:
             await self._window.aclose()
         if self._plane is not None:
             await asyncio.to_thread(self._plane.shutdown)
+        if self._processor is not None:
+            await asyncio.to_thread(self._processor.close)
         await self._reward.close()
         await self._engines.close()

@@ -266,7 +266,7 @@ def main() -> int:
             cells = [f"{r[name]:.2f} s" for name in ("push", "sleep", "wake", "longer", "visible")]
             print(f"| {stay:.0%} | " + " | ".join(cells) + f" | {r['visible'] / (out + back):.2f} |", flush=True)
         deferred_traces(run, Path(base))
-        run.offload.close()
+        print(f"host memory given back in {seconds(run.offload.close):.2f} s")
         from relax_train.backend.parallel import teardown_parallel
 
         teardown_parallel()

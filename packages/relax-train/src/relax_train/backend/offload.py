@@ -11,10 +11,10 @@ Copies run beside the computation (:mod:`relax_train.backend.copy_stream`), one 
     host               begin_sleep        sleep: waits for    wake: the forward pass follows    wait: the step follows
                                           both, then frees    the weights alone                 the optimizer
 
-Why nothing is lost: copies out follow the computation that wrote what they read (they "follow" it), and read only, as
-the push does; memory is freed after the host has waited for both. Copies in follow the computation that used the
-memory before; computation follows the copies in by a mark: that of the weights on :meth:`Offload.wake`, that of the
-optimizer on :meth:`Offload.wait`. A copy out that comes later stands behind the copy in, in the same stream.
+Why nothing is lost: a copy out begins after the computation that wrote what it reads, and reads only, as the push does;
+memory is freed after the host has waited for both. A copy in begins after the computation that used the memory before;
+computation waits for copies in by a mark: for those of the weights on :meth:`Offload.wake`, for those of
+the optimizer on :meth:`Offload.wait`. A copy out that comes later stands behind the copy in, in the same stream.
 """
 
 import dataclasses

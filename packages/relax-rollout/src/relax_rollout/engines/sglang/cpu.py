@@ -2,8 +2,8 @@
 
 Needed are: an environment variable that selects SGLang's CPU engine, a stand-in for the kernel package that PyPI has no
 CPU build of (``cpu_stand_in/``, on the import path of the server process only), and backends that are plain PyTorch.
-Dense Llama-like models (Llama, Qwen2, Qwen3) run; models that call other kernels say so when they load. Only the model
-files that can be of use are imported, which saves the start some ten seconds of CPU time.
+Llama-like models (Llama, Qwen2, Qwen3, Qwen3-MoE) and Qwen2.5-VL run; models that call other kernels say so when they
+load. Only the model files that can be of use are imported, which saves the start some ten seconds of CPU time.
 """
 
 import importlib.util

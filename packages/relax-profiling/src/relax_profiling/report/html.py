@@ -7,7 +7,7 @@ from relax_profiling.analysis.top import TopEntry
 from relax_profiling.report.model import Finding, MemoryReport, Report, TraceReport
 from relax_profiling.report.step_drawing import draw
 from relax_profiling.report.style import page, table, text
-from relax_profiling.report.text import milliseconds, size, trace_title
+from relax_profiling.report.text import computation, milliseconds, size, trace_title
 from relax_profiling.report.timeline import timeline
 from relax_profiling.snapshot.analyse import Holder
 
@@ -88,6 +88,7 @@ def _trace(t: TraceReport) -> str:
         facts.append(f"peak {size(t.allocated_peak)}")
     if t.waits is not None:
         facts.append(f"last at {t.waits.last} of {t.waits.collectives} collectives")
+    facts += computation(t)
     parts = [
         f'<div class="card"><h3>{text(trace_title(t))}</h3><div class="file">{text(t.file)}</div>',
         f'<p class="soft" style="margin:.3em 0">{text(" · ".join(facts))}</p>',

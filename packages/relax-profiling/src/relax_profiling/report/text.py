@@ -49,6 +49,18 @@ def size(count: float) -> str:
     return f"{count / _MIB:.1f} MiB" if count < 1024 * _MIB else f"{count / _MIB / 1024:.2f} GiB"
 
 
+def computation(t: TraceReport) -> list[str]:
+    """What a trace computes, by kind, and how fast; nothing where nothing computes."""
+    work = t.work
+    if work is None or not sum(work.time.values()):
+        return []
+    shares = [f"{kind} {work.share(kind):.1%}" for kind in work.time if work.share(kind) >= 0.001]
+    lines = [f"computation: {', '.join(shares)}"]
+    if t.tflops is not None and work.fastest_tflops is not None:
+        lines.append(f"{t.tflops:.1f} TFLOP/s; the fastest products alone {work.fastest_tflops:.1f}")
+    return lines
+
+
 def _timeline(t: Timeline) -> list[str]:
     judged, setup = t.judged, t.setup
     lines = [f"  {setup.flag}, steps {judged[0].step} to {judged[-1].step}  {t.file}"]
@@ -75,7 +87,7 @@ def _trace(t: TraceReport) -> list[str]:
         lines.append(f"    idle: {', '.join(causes)}")
     if t.mfu is not None:
         lines.append(f"    MFU {t.mfu:.1%} ({t.flops / 1e12:.2f} TFLOP in operators with recorded shapes)")
-    lines += _work(t)
+    lines += [f"    {line}" for line in computation(t)]
     for s in t.stages:
         lines.append(
             f"    {s.name}: {s.steps} steps, batch {s.batch_mean:.1f} (largest {s.batch_max}), "
@@ -90,17 +102,6 @@ def _trace(t: TraceReport) -> list[str]:
         if entries:
             lines.append(f"    top {title}:")
             lines += [f"      {milliseconds(e.microseconds):>10}  {e.calls:>6} x  {e.name[:90]}" for e in entries]
-    return lines
-
-
-def _work(t: TraceReport) -> list[str]:
-    work = t.work
-    if work is None or not sum(work.time.values()):
-        return []
-    shares = [f"{kind} {work.share(kind):.1%}" for kind in work.time if work.share(kind) >= 0.001]
-    lines = [f"    computation: {', '.join(shares)}"]
-    if t.tflops is not None and work.fastest_tflops is not None:
-        lines.append(f"    {t.tflops:.1f} TFLOP/s; the fastest products alone {work.fastest_tflops:.1f}")
     return lines
 
 

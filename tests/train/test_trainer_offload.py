@@ -186,7 +186,7 @@ def _rooms(folder: Path) -> list[int]:
     rooms = []
     for free in (400_000, 300_000, 600_000, 10):
         part.sleep()
-        torch.cuda.mem_get_info = functools.partial(_memory, free)  # type: ignore[assignment]
+        torch.cuda.mem_get_info = functools.partial(_memory, free)
         part.measure_room()
         rooms.append(part.room - part.resident)
         part.wake()

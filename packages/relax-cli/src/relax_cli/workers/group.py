@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 STOP_DEADLINE_S = 8.0
 """Seconds to wait for actors of a run to put their things in order."""
+TRACES_DEADLINE_S = 30.0
+"""The same where ranks record traces: a window that a failure ends is written then."""
 ABANDON_DEADLINE_S = 2.0
 """Seconds to wait for actors of a start that is given up: who still loads has nothing to put in order, and would not
 answer in time."""
@@ -305,6 +307,8 @@ class WorkerGroups:
             goodbyes += self._engines.stop() if self._engines is not None else []
             if goodbyes:
                 patience = STOP_DEADLINE_S if self._started else ABANDON_DEADLINE_S
+                if self._started and self.config.train_profile.use_pytorch_profiler:
+                    patience = TRACES_DEADLINE_S
                 ray.wait(goodbyes, num_returns=len(goodbyes), timeout=self._stop.left(patience))
         except Exception:  # Ray itself may be gone; what follows still has to run
             log.exception("while stopping")

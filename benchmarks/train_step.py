@@ -150,6 +150,7 @@ def sizes(flags: argparse.Namespace, shape: Shape) -> tuple[int, int]:
 def ours(flags: argparse.Namespace, shape: Shape) -> None:
     import torch
     from relax_train.backend.mcore import parallel_state
+
     with tempfile.TemporaryDirectory() as folder:
         hf_config(shape).save_pretrained(folder)
         for setting in flags.settings or SETTINGS:
@@ -159,10 +160,8 @@ def ours(flags: argparse.Namespace, shape: Shape) -> None:
                 report("relax", setting, tokens, active, step, clock)
                 if flags.trace:
                     trace(step)
-                start = time.perf_counter()
-                update()
-                clock.sync()
-                print(f"     optimizer step {time.perf_counter() - start:.3f} s", flush=True)
+                seconds, peak, _before = clock.best(update, rounds=1)
+                print(f"     optimizer step {seconds:.3f} s, at its peak {peak:.1f} GiB", flush=True)
                 del step, update
             except torch.OutOfMemoryError as error:
                 print(MARK + json.dumps({"side": "relax", "setting": setting, "failed": str(error)[:120]}), flush=True)

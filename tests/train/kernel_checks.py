@@ -225,8 +225,12 @@ def check_models() -> None:
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True)),  # type: ignore[arg-type]
         "qwen2": Qwen2ForCausalLM(Qwen2Config(**sizes | {"hidden_size": 64}, tie_word_embeddings=False)),  # type: ignore[arg-type]
     }
-    moe = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16, norm_topk_prob=True, mlp_only_layers=[0])
-    models["moe"] = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes | moe, head_dim=16, tie_word_embeddings=False))  # type: ignore[arg-type]
+    moe: dict[str, Any] = dict(
+        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16, mlp_only_layers=[0], head_dim=16
+    )
+    models["moe"] = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**sizes | moe | {"norm_topk_prob": True, "tie_word_embeddings": False})
+    )
     choices: dict[str, dict[str, object]] = {
         "nothing recomputed": {},
         "selective": {"recompute_granularity": "selective"},
@@ -261,7 +265,8 @@ def _kept(folder, layers):  # type: ignore[no-untyped-def]
 
     sizes = {"hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
     Qwen3Config(vocab_size=96, num_hidden_layers=layers, head_dim=16, **sizes).save_pretrained(folder)  # type: ignore[arg-type]
-    settings = s.TrainSettings(model=s.ModelSettings(hf_checkpoint=folder, bf16=False))
+    # The kernel of attention takes half precision only; what torch has for the rest keeps more.
+    settings = s.TrainSettings(model=s.ModelSettings(hf_checkpoint=folder, bf16=torch.cuda.is_available()))
     free_port()
     model = build_model(settings, setup_parallel(settings.parallel))
     weights = {p.untyped_storage().data_ptr() for p in model.gpt[0].parameters()}
@@ -295,13 +300,14 @@ def check_activations() -> None:
     class One:
         tp = pp = cp = dp = ep = etp = expert_dp = 1
 
-    vars(fused)["fuses"] = lambda tensor: tensor.dtype == torch.float32
+    vars(fused)["fuses"] = lambda tensor: tensor.dtype in (torch.float32, torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         (three, shape, tokens), (one, *_) = _kept(folder, 3), _kept(folder, 1)
-    memory = Activations(shape=shape, sizes=One(), sequence_parallel=False, width=4)
+    cuda = torch.cuda.is_available()
+    memory = Activations(shape=shape, sizes=One(), sequence_parallel=False, width=2 if cuda else 4)
     ratio = (three - one) / 2 / (tokens * memory.layer("dense"))
-    # Norms and attention of the CPU keep an intermediate result each.
-    assert 0.95 < ratio < (1.1 if torch.cuda.is_available() else 1.25), ratio
+    # Beside it: a number for each row of norm and attention; of attention on the CPU an intermediate result.
+    assert 0.95 < ratio < (1.1 if cuda else 1.15), ratio
 
 
 if __name__ == "__main__":

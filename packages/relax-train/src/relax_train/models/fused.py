@@ -337,14 +337,13 @@ def _layer(
             return (run(hidden),)
 
     else:
-        parts = functools.partial(_parts, layer, remake=remake, **kwargs)
 
         def run(hidden: torch.Tensor) -> torch.Tensor:
-            stream, output = parts(hidden)
+            stream, output = _parts(layer, hidden, remake=remake, **kwargs)
             return stream + output
 
         def again(hidden: torch.Tensor) -> Sequence[torch.Tensor]:
-            return parts(hidden, for_gradient=True)
+            return _parts(layer, hidden, remake=remake, for_gradient=True, **kwargs)
 
     if whole and torch.is_grad_enabled():
         output: torch.Tensor = _Recomputed.apply(run, again, hidden_states)

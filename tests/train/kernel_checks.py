@@ -225,12 +225,11 @@ def check_models() -> None:
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True)),  # type: ignore[arg-type]
         "qwen2": Qwen2ForCausalLM(Qwen2Config(**sizes | {"hidden_size": 64}, tie_word_embeddings=False)),  # type: ignore[arg-type]
     }
-    moe: dict[str, Any] = dict(
-        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16, mlp_only_layers=[0], head_dim=16
-    )
-    models["moe"] = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**sizes | moe | {"norm_topk_prob": True, "tie_word_embeddings": False})
-    )
+    moe: dict[str, Any] = sizes | dict(
+        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16, norm_topk_prob=True, mlp_only_layers=[0],
+        head_dim=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    models["moe"] = Qwen3MoeForCausalLM(Qwen3MoeConfig(**moe))
     choices: dict[str, dict[str, object]] = {
         "nothing recomputed": {},
         "selective": {"recompute_granularity": "selective"},

@@ -187,11 +187,40 @@ def _step_of(folder, recompute, fused):  # type: ignore[no-untyped-def]
     runs = ForwardBackward(model, settings, temperature=0.8)
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
-    metrics = runs.gradient(batch, columns)
+    metrics, left = memory_left(model, lambda: runs.gradient(batch, columns))
+    # Tables of cosines and sines belong to the micro-batch, which attention holds on to until the next one.
+    tables = 2 * sum(len(row) for row in batch.tokens) * 16 * 4
+    assert left < tables + 2048, (folder, recompute, left, tables)
     metrics["log_prob"] = float(np.concatenate(runs.log_probs(batch)).sum())
     grads = {name: p.main_grad.clone() for name, p in model.gpt[0].named_parameters()}
     teardown_parallel()
     return grads, metrics
+
+
+def memory_left(model, run):  # type: ignore[no-untyped-def]
+    """What ``run`` gives, and bytes of the tensors it made that are still there, beside the memory of the weights."""
+    import gc
+
+    import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    held = [t.untyped_storage() for p in model.gpt[0].parameters() for t in (p, p.main_grad)]
+    own, made = {storage.data_ptr() for storage in held}, {}
+
+    class Note(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            for tensor in torch.utils._pytree.tree_leaves(result):
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in own:
+                    storage = tensor.untyped_storage()
+                    made[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+            return result
+
+    with Note():
+        result = run()
+    gc.collect()
+    return result, sum(size for reference, size in made.values() if not reference.expired())
 
 
 def free_port() -> None:

@@ -75,11 +75,12 @@ def test_gradients_add_to_the_buffers(order: list[int]) -> None:
     assert (flat != 0).sum() == 4 * 24
 
 
-def _grouped_layers(folder: Any) -> tuple[int, int, list[float]]:
+def _grouped_layers(folder: Any) -> tuple[int, int, bool, list[float]]:
     from relax_train import settings as s
     from relax_train.backend.mcore import SequentialMLP
     from relax_train.backend.parallel import setup_parallel
     from relax_train.models.build import build_model
+    from relax_train.models.experts import _together
     from relax_train.models.hf_mapping import load_hf_weights
     from relax_train.step import ForwardBackward
 
@@ -88,12 +89,17 @@ def _grouped_layers(folder: Any) -> tuple[int, int, list[float]]:
     load_hf_weights(model)
     layers = [m for m in model.gpt[0].modules() if isinstance(m, SequentialMLP)]
     grouped = sum("forward" in vars(m) for m in layers)
+    weights = [
+        [getattr(e, name).weight for e in m.local_experts] for m in layers for name in ("linear_fc1", "linear_fc2")
+    ]
+    buffers = [[weight.main_grad for weight in some] for some in weights]
+    in_place = all(_together(tensors) is not None for tensors in (*weights, *buffers))
     batch = _batch()
     fast = ForwardBackward(model, settings).log_probs(batch)
     for layer in layers:
         del layer.forward
     slow = ForwardBackward(model, settings).log_probs(batch)
-    return len(layers), grouped, [float(abs(a - b).max()) for a, b in zip(fast, slow, strict=True)]
+    return len(layers), grouped, in_place, [float(abs(a - b).max()) for a, b in zip(fast, slow, strict=True)]
 
 
 def _batch() -> Any:
@@ -115,6 +121,7 @@ def _batch() -> Any:
 
 
 def test_a_model_in_bfloat16_computes_all_its_experts_grouped(run_ranks: Any, reference: Any) -> None:
-    [(layers, grouped, differences)] = run_ranks(_grouped_layers, 1, reference("qwen3_moe").folder)
+    [(layers, grouped, in_place, differences)] = run_ranks(_grouped_layers, 1, reference("qwen3_moe").folder)
     assert layers == grouped == 3
+    assert in_place, "weights or gradients of experts are copied"
     assert max(differences) < 0.05

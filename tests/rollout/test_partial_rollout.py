@@ -91,6 +91,9 @@ class Source:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at = state["at"]
 
+    def restore(self, prompt: Prompt) -> None:
+        """Nothing: prompts of text are whole."""
+
     def __len__(self) -> int:
         return 10**6
 

@@ -80,6 +80,11 @@ def _swiglu(device, dtype, tolerance, weighted):  # type: ignore[no-untyped-def]
     close("gradient of swiglu", grad_up, wide.grad, tolerance)
     if weighted:
         close("gradient of the weights of swiglu", grad_weights, wide_weights.grad, tolerance)
+        return
+    inner, again = grad.clone(), up.clone()
+    swiglu.exchange(inner, again)
+    close("swiglu made again", inner, out.detach(), tolerance)
+    close("gradient of swiglu in place", again, wide.grad, tolerance)
 
 
 def _norm(device, dtype, tolerance, adds):  # type: ignore[no-untyped-def]

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 528
-"""Programs of the backward pass: four for each multiprocessor of an H200; each adds up the weight's gradient."""
+PROGRAMS = 264
+"""Programs of the backward pass: two for each multiprocessor of an H200; each adds up the weight's gradient."""
 
 
 @triton.jit
@@ -35,17 +35,28 @@ def _backward(  # noqa: PLR0913  # tensors of one kernel
     inside = columns < size
     w = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
     grad_weight = tl.zeros([BLOCK], tl.float32)
-    for turn in range(0, each):
-        row = (turn * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-        here = inside & (row < rows)
-        at = row * size + columns
-        g = tl.load(grad_out + at, mask=here, other=0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    at = row * size + columns
+    g = tl.load(grad_out + at, mask=inside, other=0)
+    kept = tl.load(total + at, mask=inside, other=0)
+    passed = tl.load(grad_total + at, mask=inside, other=0)
+    for _ in range(0, each):
+        # The next row is on its way while this one is computed.
+        following = row + tl.num_programs(0)
+        there = inside & (following < rows)
+        next_at = following * size + columns
+        next_g = tl.load(grad_out + next_at, mask=there, other=0)
+        next_kept = tl.load(total + next_at, mask=there, other=0)
+        next_passed = tl.load(grad_total + next_at, mask=there, other=0)
         scale = tl.load(scales + row, mask=row < rows, other=0)
-        normed = tl.load(total + at, mask=here, other=0).to(tl.float32) * scale
-        grad_weight += g * normed
-        g *= w
-        d = scale * (g - normed * (tl.sum(g * normed, 0) / size))
-        tl.store(grad_in + at, d + tl.load(grad_total + at, mask=here, other=0).to(tl.float32), mask=here)
+        normed = kept.to(tl.float32) * scale
+        d = g.to(tl.float32)
+        grad_weight += d * normed
+        d *= w
+        d = scale * (d - normed * (tl.sum(d * normed, 0) / size))
+        here = inside & (row < rows)
+        tl.store(grad_in + row * size + columns, d + passed.to(tl.float32), mask=here)
+        row, g, kept, passed = following, next_g, next_kept, next_passed
     tl.store(partial + tl.program_id(0) * size + columns, grad_weight, mask=inside)
 
 

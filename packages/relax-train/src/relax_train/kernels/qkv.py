@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-TOKENS = 32
-"""Tokens of one program."""
+TOKENS, TOKENS_BACKWARD = 32, 64
+"""Tokens of one program of the forward and of the backward pass."""
 
 
 @triton.jit
@@ -155,13 +155,13 @@ def backward(
     """Gradients of ``mixed`` and of the norms (float32 ``[dim]``), from those of query, key and value (contiguous)."""
     tokens, dim = mixed.shape[0], tables[0].shape[-1]
     per_group = mixed.shape[1] // dim // groups - 2
-    programs, grad_mixed = triton.cdiv(tokens, TOKENS), torch.empty_like(mixed)
+    programs, grad_mixed = triton.cdiv(tokens, TOKENS_BACKWARD), torch.empty_like(mixed)
     shape = (programs, groups, per_group + 2, dim) if norms else (1,)
     partial = torch.empty(shape, dtype=torch.float32, device=mixed.device)
     weights = norms or (mixed, mixed)
     _backward[(programs, groups * (per_group + 2))](
         mixed, *grads, *weights, *tables, grad_mixed, partial, tokens, eps, groups,
-        PER_GROUP=per_group, DIM=dim, NORM=norms is not None, TOKENS=TOKENS, num_warps=4,
+        PER_GROUP=per_group, DIM=dim, NORM=norms is not None, TOKENS=TOKENS_BACKWARD, num_warps=4,
     )  # fmt: skip
     if norms is None:
         return grad_mixed, None

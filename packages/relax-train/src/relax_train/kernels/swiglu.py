@@ -20,7 +20,16 @@ def _forward(up, out, weights, size, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _backward(  # noqa: PLR0913  # tensors of one kernel
-    grad, up, weights, grad_up, grad_weights, size, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+    grad,
+    up,
+    weights,
+    grad_up,
+    grad_weights,
+    again,
+    size,
+    WEIGHTED: tl.constexpr,
+    AGAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -34,6 +43,8 @@ def _backward(  # noqa: PLR0913  # tensors of one kernel
         # One block holds a whole row.
         tl.store(grad_weights + row, tl.sum(g * silu * linear, 0))
         g *= tl.load(weights + row).to(tl.float32)
+    if AGAIN:
+        tl.store(again + row * size + columns, silu * linear, mask=inside)
     grad_gate = g * linear * sigmoid * (1 + gate * (1 - sigmoid))
     tl.store(grad_up + row * 2 * size + columns, grad_gate, mask=inside)
     tl.store(grad_up + row * 2 * size + size + columns, g * silu, mask=inside)
@@ -78,8 +89,23 @@ def backward(
             up if weights is None else weights,
             grad_up,
             up if grad_weights is None else grad_weights,
+            up,
             size,
             WEIGHTED=weighted,
+            AGAIN=False,
             BLOCK=block,
         )
     return grad_up, grad_weights
+
+
+def exchange(grad: torch.Tensor, up: torch.Tensor) -> None:
+    """Turns ``grad``, the gradient of SwiGLU's output, into that output, and ``up`` into its own gradient.
+
+    Args:
+        grad: contiguous ``[rows, size]``.
+        up: contiguous ``[rows, 2 * size]``.
+    """
+    rows, size = grad.shape
+    grid, block = _grid(rows, size, False)
+    if rows:
+        _backward[grid](grad, up, up, up, up, grad, size, WEIGHTED=False, AGAIN=True, BLOCK=block)

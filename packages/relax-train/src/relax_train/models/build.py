@@ -204,6 +204,7 @@ def _fuse(gpt: GPTModel, options: ParallelSettings, layers: int) -> None:
             expert_activations="moe_act" in modules,
         ),
         recomputed_layers=whole,
+        at_once=gpt.post_process and options.recompute_method == "uniform",
     )
 
 

@@ -191,12 +191,45 @@ def swiglu(up: torch.Tensor, weights: torch.Tensor | None = None, *, remake: boo
     return out
 
 
+class _Down(torch.autograd.Function):
+    """SwiGLU and the product after it, of which ``up`` is kept only: a backward pass, and no second one, overwrites it.
+
+    The backward pass makes SwiGLU's output beside its gradient. Without ``made`` the result is memory of no value, for
+    who wants the gradients only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, up: torch.Tensor, weight: torch.Tensor, made: bool) -> torch.Tensor:
+        from relax_train.kernels import swiglu
+
+        ctx.save_for_backward(up, weight)
+        shape = (*up.shape[:-1], weight.shape[0])
+        if not made:
+            return up.new_zeros(()).expand(shape)
+        return (swiglu.forward(up.view(-1, up.shape[-1])) @ weight.t()).view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from relax_train.kernels import swiglu
+
+        up, weight = ctx.saved_tensors
+        grad = grads[0].contiguous().view(-1, weight.shape[0])
+        inner = grad @ weight
+        swiglu.exchange(inner, up.view(-1, up.shape[-1]))
+        if hasattr(weight, "main_grad"):
+            add_product(weight.main_grad, grad, inner)
+            return up, None, None
+        return up, grad.t() @ inner, None
+
+
 def _mlp(layer: Any, hidden: torch.Tensor, *args: Any, remake: bool, **kwargs: Any) -> Any:
     """Forward pass of a dense MLP."""
     if args or not fuses(hidden) or kwargs.get("per_token_scale") is not None:
         return type(layer).forward(layer, hidden, *args, **kwargs)
     up, bias = layer.linear_fc1(hidden)
     assert bias is None, "the MLPs of these models have no bias"
+    if remake and torch.is_grad_enabled() and layer.config.tensor_model_parallel_size == 1:
+        return _Down.apply(up, layer.linear_fc2.weight, True), None
     return layer.linear_fc2(swiglu(up, remake=remake))
 
 
@@ -299,26 +332,6 @@ class _Recomputed(torch.autograd.Function):
         return None, None, hidden.grad
 
 
-class _NotMade(torch.autograd.Function):
-    """Stands for ``inputs @ weight.T`` where only its gradients are wanted: the result is memory of no value."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inputs, weight)
-        return inputs.new_zeros(()).expand(*inputs.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inputs, weight = ctx.saved_tensors
-        grad = grads[0].contiguous().view(-1, weight.shape[0])
-        flat = inputs.view(-1, weight.shape[1])
-        grad_inputs = (grad @ weight).view(inputs.shape)
-        if hasattr(weight, "main_grad"):
-            add_product(weight.main_grad, grad, flat)
-            return grad_inputs, None
-        return grad_inputs, grad.t() @ flat
-
-
 def _layer(
     layer: Any, hidden_states: torch.Tensor, *args: Any, whole: bool, remake: Remake, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
@@ -375,7 +388,7 @@ def _parts(
     stream, normed = _add_norm(mixed, stream, layer.pre_mlp_layernorm, remake=remake.norms and dense)
     if dense and for_gradient and layer.config.tensor_model_parallel_size == 1:
         up, _bias = mlp.linear_fc1(normed)
-        return stream, _NotMade.apply(swiglu(up), mlp.linear_fc2.weight)
+        return stream, _Down.apply(up, mlp.linear_fc2.weight, False)
     if getattr(layer, "recompute_mlp", False) and torch.is_grad_enabled():
 
         def run(x: torch.Tensor) -> torch.Tensor:
@@ -387,14 +400,18 @@ def _parts(
     return stream, mlp(normed)[0]
 
 
-def fuse(model: torch.nn.Module, remake: Remake, recomputed_layers: int = 0) -> None:
+def fuse(model: torch.nn.Module, remake: Remake, recomputed_layers: int = 0, *, at_once: bool = False) -> None:
     """Lets the layers of a model compute as this module does.
 
     Args:
         remake: what is made again in layers that are not recomputed.
         recomputed_layers: how many layers, from the first of this stage on, keep their input only.
+        at_once: whether the backward pass follows at once, so that the last layer would be run twice in a row: it is
+            not recomputed as a whole then, but for what is made again in one pass over memory.
     """
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+    if at_once and recomputed_layers == len(layers) > 1:
+        recomputed_layers, remake = len(layers) - 1, Remake(norms=True, activations=True, expert_activations=True)
     for number, layer in enumerate(layers):
         whole = number < recomputed_layers
         kept = Remake() if whole else remake

@@ -20,13 +20,6 @@ logger = logging.getLogger(__name__)
 GZIP_LEVEL = 4
 
 
-def _wait_for_device() -> None:
-    import torch
-
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
 def span_name(target: str, offset: int) -> str:
     """The name of a phase within a trace: ``train_actor#2`` for the step with offset 2."""
     return f"{target}#{offset}"
@@ -42,7 +35,7 @@ class TorchSession:
         directory: the traces are written here, at the end of the window.
 
     Attributes:
-        deferred: at the end of the window nothing is recorded any more, which takes no time; all that does, waits for
+        deferred: at the end of the window nothing is recorded any more; what takes time and can wait, waits for
             :meth:`close`. torch wants that on the same thread, and lets no other run meanwhile.
         waiting: the window is over, and :meth:`close` will write it.
     """
@@ -101,10 +94,12 @@ class TorchSession:
             self.close()
             return
         self._recording, self.waiting = False, True
-        if self._settings.profile_with_stack or self._settings.profile_with_memory:
-            self._stop()  # these go on until then, at the cost of the steps that follow
+        gpu = len(self._activities) > 1
+        if gpu or self._settings.profile_with_stack or self._settings.profile_with_memory:
+            # A stack recorder and a memory recorder go on until then, at the cost of the steps that follow; and where
+            # recording is merely switched off on a GPU, the trace lacks kernels of the window (a third was left).
+            self._stop()
         else:
-            _wait_for_device()  # what it has not finished would be missing
             self._profiler.toggle_collection_dynamic(False, self._activities)
 
     def close(self) -> None:

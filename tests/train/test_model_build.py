@@ -113,3 +113,19 @@ def test_attention_plan_of_every_context_parallel_rank(cp_size: int, dim: int) -
         torch.testing.assert_close(kernel, expected)
         assert longest_q == max(b - a for (a, b), _ in pairs)
         assert longest_k == max(d - c for _, (c, d) in pairs)
+
+
+def test_rows_of_long_documents_are_attended_one_by_one() -> None:
+    from relax_train.backend.mcore import PackedSeqParams
+    from relax_train.models.attention import LONG, _Plan
+
+    def long(*lengths: int, cp_size: int = 1) -> bool:
+        cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=max(lengths))
+        return _Plan(packed, cp_size, 0, torch.device("cpu")).long
+
+    assert long(LONG)
+    assert long(2 * LONG - 40, 40)
+    assert not long(LONG, 40)
+    assert not long(*[1024] * 32)
+    assert not long(2 * LONG, cp_size=2)

@@ -5,9 +5,10 @@ their borders. No document sees another. With context parallelism of size ``cp``
 equal chunks, and rank ``r`` holds chunks ``r`` and ``2 * cp - 1 - r`` (so that all ranks have the same work under a
 causal mask); keys and values are gathered from all ranks, queries stay.
 
-On CUDA in half precision the kernel is ``torch.nn.attention.varlen``; elsewhere scaled-dot-product attention runs over
-documents of about the same length at once, padded to the longest of them, so that the cost stays near the sum of the
-squared lengths and never is the square of the row, and a row of short documents takes few calls.
+On CUDA in half precision the kernel is ``torch.nn.attention.varlen``; elsewhere, and there for rows of documents of
+:data:`LONG` tokens, scaled-dot-product attention runs over documents of about the same length at once, padded to the
+longest of them, so that the cost stays near the sum of the squared lengths and never is the square of the row, and a
+row of short documents takes few calls.
 """
 
 import dataclasses
@@ -31,6 +32,11 @@ from relax_train.backend.mcore import (
 from relax_train.models.context_parallel import zigzag_positions
 from relax_train.models.rope import Rope
 from relax_train.models.rotary import rotary_tables, rotate
+
+LONG = 16384
+"""Tokens of a document that torch's dense attention, which is cuDNN's on an H100 or H200, gets for itself.
+
+It is up to twice as fast as the kernel for many documents, but cuDNN makes a plan for every length that it meets."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +115,13 @@ class _Plan:
             found.append(_Segment(start // cp, chunk, start, (rank + 1) * chunk))
             found.append(_Segment(start // cp + chunk, chunk, start, (2 * cp - rank) * chunk))
         return found
+
+    @functools.cached_property
+    def long(self) -> bool:
+        """Whether the row holds no more documents than it has room for of :data:`LONG` tokens."""
+        if self._cp_size > 1 or (self._max_length or 0) < LONG:
+            return False
+        return len(self.borders) - 1 <= self.borders[-1] // LONG
 
     @functools.cached_property
     def batches(self) -> list[_Batch]:
@@ -304,7 +317,7 @@ class PackedAttention(MegatronModule):
                 for x in (key, value)
             )
         kernel = _varlen_kernel() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
-        if kernel is not None:
+        if kernel is not None and not plan.long:
             if cp > 1:
                 key, value = key.index_select(0, plan.key_index), value.index_select(0, plan.key_index)
             cu_q, cu_k, longest_q, longest_k = plan.varlen

@@ -12,7 +12,6 @@ sorts them by rank after it sorted them by expert, and asks the device for the c
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,31 +22,51 @@ from relax_train.backend.device import fuses
 from relax_train.backend.mcore import MoELayer, SequentialMLP
 from relax_train.models.fused import keep_recipe_of, swiglu
 
+Weights = tuple[torch.Tensor, ...]
+
 
 class _GroupedLinear(torch.autograd.Function):
-    """``y[rows of e] = x[rows of e] @ weights[e].T``; ``ends`` int32 ``[experts]``: where the rows of each end."""
+    """``y[rows of e] = x[rows of e] @ weights[e].T``; ``ends`` int32 ``[experts]``: where the rows of each end.
+
+    The weights come as ``held`` where their gradients go to buffers, so that autograd has nothing to do for each of
+    them; else as ``weights``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, ends: torch.Tensor, held: Weights | None, *weights: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, ends, *weights)
-        return F.grouped_mm(x, _side_by_side(weights).transpose(1, 2), offs=ends)
+        ctx.held = held
+        return F.grouped_mm(x, _side_by_side(held or weights).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, ends, *weights = ctx.saved_tensors
-        grad = grads[0].contiguous()
+        x, ends, *given = ctx.saved_tensors
+        grad, weights = grads[0].contiguous(), ctx.held or given
         grad_x = F.grouped_mm(grad, _side_by_side(weights), offs=ends)
         grad_weights = F.grouped_mm(grad.transpose(0, 1), x, offs=ends)
-        return grad_x, None, *_added(weights, grad_weights)
+        if ctx.held is None:
+            return grad_x, None, None, *grad_weights.unbind(0)
+        _add(weights, grad_weights)
+        return grad_x, None, None
+
+
+def _product(x: torch.Tensor, ends: torch.Tensor, weights: Weights) -> torch.Tensor:
+    buffers = x.requires_grad and all(hasattr(weight, "main_grad") for weight in weights)
+    result: torch.Tensor = (
+        _GroupedLinear.apply(x, ends, weights) if buffers else _GroupedLinear.apply(x, ends, None, *weights)
+    )
+    return result
 
 
 def _together(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """One tensor of memory that all ``tensors`` share, ``[tensors, ...]``; None where they do not lie so in it."""
     first, places = tensors[0], [tensor.data_ptr() for tensor in tensors]
-    steps = {after - before for before, after in itertools.pairwise(places)}
-    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    step = steps.pop() if len(steps) == 1 else 0
-    if step <= 0 or len(memory) > 1 or not all(tensor.is_contiguous() for tensor in tensors):
+    step = places[1] - places[0]
+    even = step > 0 and places == list(range(places[0], places[0] + len(places) * step, step))
+    ends = {tensor.untyped_storage().data_ptr() for tensor in (first, tensors[-1])}
+    if not even or len(ends) > 1 or not all(tensor.is_contiguous() for tensor in tensors):
         return None
     shape, strides = (len(tensors), *first.shape), (step // first.element_size(), *first.stride())
     return first.detach().as_strided(shape, strides, first.storage_offset())
@@ -59,10 +78,8 @@ def _side_by_side(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(list(weights)) if together is None else together
 
 
-def _added(weights: Sequence[torch.Tensor], grads: torch.Tensor) -> Sequence[torch.Tensor | None]:
-    """Adds ``grads[i]`` to the gradient buffer of ``weights[i]``; gives what is left for autograd to add."""
-    if not all(hasattr(weight, "main_grad") for weight in weights):
-        return grads.unbind(0)
+def _add(weights: Sequence[torch.Tensor], grads: torch.Tensor) -> None:
+    """Adds ``grads[i]`` to the gradient buffer of ``weights[i]``."""
     buffers: list[torch.Tensor] = [weight.main_grad for weight in weights]  # type: ignore[attr-defined]
     together = _together(buffers)
     if together is not None:
@@ -70,7 +87,16 @@ def _added(weights: Sequence[torch.Tensor], grads: torch.Tensor) -> Sequence[tor
     else:
         for buffer, grad in zip(buffers, grads.unbind(0), strict=True):
             buffer.add_(grad)
-    return [None] * len(weights)
+
+
+def _weights(experts: Any) -> tuple[Weights, Weights]:
+    """Weights of the first and of the second product, by expert."""
+    found: tuple[Weights, Weights] | None = getattr(experts, "_relax_weights", None)
+    if found is None:  # looked up once: a layer has hundreds of modules
+        local = list(experts.local_experts)
+        found = tuple(e.linear_fc1.weight for e in local), tuple(e.linear_fc2.weight for e in local)
+        experts._relax_weights = found
+    return found
 
 
 def _forward(
@@ -81,10 +107,11 @@ def _forward(
         result: tuple[torch.Tensor, None] = SequentialMLP.forward(experts, hidden, tokens_per_expert, probs)
         return result
     ends = tokens_per_expert.to(device=hidden.device, dtype=torch.int32, non_blocking=True).cumsum(0).int()
-    up = _GroupedLinear.apply(hidden, ends, *(e.linear_fc1.weight for e in experts.local_experts))
+    first, second = _weights(experts)
+    up = _product(hidden, ends, first)
     inner = swiglu(up, probs, remake=getattr(experts, "_relax_remake", False))
     with keep_recipe_of(inner):
-        return _GroupedLinear.apply(inner, ends, *(e.linear_fc2.weight for e in experts.local_experts)), None
+        return _product(inner, ends, second), None
 
 
 class _Copied(torch.autograd.Function):

@@ -150,6 +150,9 @@ class ListSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
 
+    def restore(self, prompt: Prompt) -> None:
+        assert not prompt.multimodal, "these prompts have no pictures"
+
     def __len__(self) -> int:
         return len(self._rows)
 

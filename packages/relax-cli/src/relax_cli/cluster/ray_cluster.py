@@ -67,14 +67,16 @@ def connected(
     _set_environment(address)
     stop = stop or StopFlag()
     clearing = contextlib.nullcontext() if address is not None else KillCleanUp(logs, remove)
-    with clearing as clean_up, _messages_logged():
+    with clearing as clean_up, contextlib.ExitStack() as stack:
         before = psutil.Process().children()
-        with _ending_at_once(), _without_crash_handler():
+        with _ending_at_once():
+            stack.enter_context(_messages_logged())
             import ray
 
             there_before = _session_folder(ray)
             try:
-                _connect(ray, address, min_cpus, note, clean_up)
+                with _without_crash_handler():
+                    _connect(ray, address, min_cpus, note, clean_up)
             except BaseException as error:
                 ray.shutdown()
                 if isinstance(error, SystemExit) and clean_up is not None:  # nobody will want the logs of that Ray
@@ -107,7 +109,7 @@ def connected(
 def _without_crash_handler() -> Iterator[None]:
     """Inside, Ray puts no handler of its own into this process that writes the stack of its library, for SIGTERM too.
 
-    That one would print it to the terminal of a run that is told to stop, and end it by SIGABRT.
+    That one would print it to the terminal of a run that is told to stop, and end it by SIGABRT. Workers have it.
     """
     from ray._private import ray_constants
 

@@ -236,15 +236,23 @@ class StreamedAnswer:
         raise AssertionError("a failed read raises")
 
     async def lines(self) -> AsyncIterator[str]:
-        """Its lines as they come; errors of :meth:`Transport.call`."""
-        lines = self._response.aiter_lines()
+        """Its lines as they come; errors of :meth:`Transport.call`.
+
+        A line ends with a line feed alone. httpx ends it at U+2028, U+0085 and others too, which SGLang writes as they
+        are into the text of a response.
+        """
+        pieces, rest = self._response.aiter_bytes(), b""
         while True:
-            line: str | None = None
+            piece: bytes | None = None
             async with self._listening():
-                line = await anext(lines, None)
-            if line is None:
+                piece = await anext(pieces, None)
+            *lines, rest = (rest + (piece or b"")).split(b"\n")
+            for line in lines:
+                yield line.decode()
+            if piece is None:
+                if rest:
+                    yield rest.decode()
                 return
-            yield line
 
 
 def _encoded(body: Any) -> tuple[bytes | StreamedBody | None, dict[str, str]]:

@@ -79,11 +79,17 @@ class Waves:
         return [read_answer(response.status_code, response.content, self._transport.name)]
 
     def close(self) -> None:
-        """Ends what is being read; whoever waits for it is cancelled."""
+        """Ends what is being read; whoever waits for an answer gets a ``RuntimeError``."""
         for task in self._calls:
             if task.get_loop() is asyncio.get_running_loop():
                 task.cancel()
+        for asked in self._waiting:
+            if asked.answer.get_loop() is asyncio.get_running_loop():
+                asked.fail(self._closed())
         self._waiting.clear()
+
+    def _closed(self) -> RuntimeError:
+        return RuntimeError(f"the client of {self._transport.name} was closed before the answer came")
 
     def _send_or_wait(self, before: int) -> None:
         """Sends what waits, once a turn of the event loop has brought nothing more."""
@@ -110,13 +116,17 @@ class Waves:
                 asked.fail(error)
         finally:
             for asked in wave:
-                asked.answer.cancel()  # without effect for what is answered
+                asked.fail(self._closed())  # without effect for what is answered
 
     async def _stream(self, wave: Sequence[_Asked]) -> None:
         body, running = list_body([asked.body for asked in wave]), len(wave)
         async with self._transport.stream("/generate", body, timeout_s=self._timeout_s) as answer:
             if answer.status != 200:
                 self._refused(answer.status, await answer.read())
+            for asked in wave:
+                # An abort that overtook the call was lost at the server, which would generate for nobody.
+                if asked.answer.cancelled():
+                    await self._transport.call("POST", "/abort_request", body={"rid": asked.body["rid"]})
             async for line in answer.lines():
                 data = line.removeprefix("data: ").strip()
                 if not data or data == "[DONE]":
@@ -132,7 +142,7 @@ class Waves:
     def _refused(self, status: int, content: bytes) -> None:
         try:
             read_answer(status, content, self._transport.name)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             raise WaveRefused(str(error)) from error
 
     def _take(self, asked: _Asked, piece: Mapping[str, Any]) -> bool:

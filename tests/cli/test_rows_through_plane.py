@@ -86,8 +86,8 @@ def rank_class(folder: Path) -> type[TrainActor]:
 
             fetch = FetchedRows.fetch
 
-            def recorded(source: FetchedRows, indices: Sequence[int]) -> dict[str, list[np.ndarray]]:
-                found = fetch(source, indices)
+            def recorded(source: FetchedRows, indices: Sequence[int], *columns: Any) -> dict[str, list[np.ndarray]]:
+                found = fetch(source, indices, *columns)
                 values = {column: [row.tolist() for row in found[column]] for column in found}
                 (folder / f"rank{source.rank}.json").write_text(json.dumps([list(map(int, indices)), values]))
                 return found

@@ -356,6 +356,7 @@ class _Loader:
         start, duration = _times(e)
         trace = self._trace
         if e.args is not None and e.args.correlation is not None:
+            hash(e.tid)  # a list or an object is no thread: the event is damaged, as one of another kind would be
             trace.launches[e.args.correlation] = start
             trace.launched_by[e.args.correlation] = e.tid
         trace.runtime_start.append(start)

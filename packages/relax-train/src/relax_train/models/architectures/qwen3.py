@@ -8,5 +8,9 @@ QWEN3 = Architecture(
     attention=(QKV, *QK_NORM, ATTENTION_OUT),
     defaults={"num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e4},
     models=("Qwen3 dense",),
-    tried=("0.1 M, random, CPU", "1.0 M of `examples/arithmetic`, CPU and one H200"),
+    tried=(
+        "0.1 M, random, CPU",
+        "1.0 M of `examples/arithmetic`, CPU and one H200",
+        "0.6 B and 4 B, random, one and two H200s",
+    ),
 )

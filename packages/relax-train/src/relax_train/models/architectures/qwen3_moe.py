@@ -38,5 +38,5 @@ QWEN3_MOE = Architecture(
         "norm_topk_prob": False,
     },
     models=("Qwen3 MoE",),
-    tried=("0.1 M, random, CPU",),
+    tried=("0.1 M, random, CPU", "0.5 B, random, two H200s"),
 )

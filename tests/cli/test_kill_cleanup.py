@@ -21,6 +21,8 @@ from pathlib import Path
 from relax_cli.cluster.kill_cleanup import KillCleanUp
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
+link = folder / "link"
+link.symlink_to(folder)
 session, supervisor = folder / "session_1", folder / "engines" / "sglang" / "process" / "supervisor.py"
 ends_in_order = (
     "import sys, time\\n"
@@ -42,7 +44,7 @@ def start(*words, **options):
 
 with KillCleanUp(folder / "run" / "logs" / "ray", folder / "engine_key") as clean_up:
     (cleaner,) = map(int, Path("/proc/thread-self/children").read_text().split())
-    clean_up.starts(["gcs_server", f"--session-dir={session}", "--session-name=session_1"])
+    clean_up.starts(["gcs_server", f"--session-dir={link / 'session_1'}", "--session-name=session_1"])
     environment = {**os.environ, **clean_up.environment}
     marked = start("sleep", "600", env=environment)
     titled = start(*titled_sleep, pass_fds=[os.open(session / "logs" / "worker.out", os.O_CREAT | os.O_WRONLY)])
@@ -86,6 +88,8 @@ def runs(process: psutil.Process) -> bool:
 
 
 def test_a_killed_driver_leaves_nothing_of_its_ray(tmp_path: Path) -> None:
+    tmp_path = tmp_path / "a folder\nof two lines"
+    tmp_path.mkdir()
     with driver(tmp_path, "killed") as (process, found):
         process.kill()
         process.wait()
@@ -114,3 +118,28 @@ def test_a_driver_that_ends_clears_up_itself(tmp_path: Path) -> None:
 
 def test_the_supervisor_is_known_by_its_path() -> None:
     assert os.fsencode(SUPERVISOR).endswith(kill_cleanup.PATIENT[0])
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_next_run_puts_into_the_same_folder_stays(tmp_path: Path, again: bool) -> None:
+    session, logs, key = tmp_path / "session_1", tmp_path / "logs" / "ray", tmp_path / "engine_key"
+    (session / "logs").mkdir(parents=True)
+    (session / "logs" / "raylet.out").write_text("of the killed run")
+    logs.mkdir(parents=True)
+    (logs / "raylet.out").write_text("of an earlier run")
+    key.write_text("key of the killed run")
+    left = kill_cleanup._Left("mark")
+    for message in (f"session {session}", f"logs {logs}", f"remove {key}"):
+        left.hear(message)
+    left.driver_ended()
+    if again:
+        key.unlink()
+        key.write_text("key of the next run")
+        source = tmp_path / "session_2" / "logs"
+        source.mkdir(parents=True)
+        (source / "raylet.out").write_text("of the next run")
+        kill_cleanup.move_logs(source, logs)
+    left.remove_files()
+    assert not session.exists()
+    assert key.exists() == again
+    assert (logs / "raylet.out").read_text() == ("of the next run" if again else "of the killed run")

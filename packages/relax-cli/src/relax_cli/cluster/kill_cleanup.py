@@ -2,7 +2,7 @@
 
 The kernel ends Ray's raylet and GCS together with the driver, but not the agents of the raylet: they want to tell the
 GCS of its end first, and ask for 60 s for one that is gone. And nobody removes Ray's folder. So the driver starts this
-file as a script of its own, outside of its process group, and tells it line by line on its standard input:
+file as a script of its own, outside of its process group, and tells it on its standard input, each followed by a NUL:
 
     session FOLDER   of a Ray that this driver has started
     logs FOLDER      where the logs of that Ray go
@@ -10,6 +10,7 @@ file as a script of its own, outside of its process group, and tells it line by 
     done             the driver does all this itself
 
 When the input ends without ``done`` the driver is gone. Then this process ends what is left, and itself last of all.
+The run may have been started again in the same folder by then: what was put there since stays.
 What belongs to the driver is told by a variable in its environment (:data:`MARK`), or by the title of a process of Ray
 that has files of this Ray's folder open; nothing else has either.
 """
@@ -76,14 +77,15 @@ class KillCleanUp:
         """Takes the command of a process of Ray that is about to start: it names Ray's folder."""
         for word in words:
             key, _, value = word.partition("=")
-            if key == "--session-dir" and (folder := Path(value)) not in self.sessions:
+            # /proc names open files by their real path, and RAY_TMPDIR may be a link.
+            if key == "--session-dir" and (folder := Path(os.path.realpath(value))) not in self.sessions:
                 self.sessions.append(folder)
                 self._tell(f"session {folder}")
 
-    def _tell(self, line: str) -> None:
-        if self._process is not None and self._process.stdin is not None and "\n" not in line:
+    def _tell(self, message: str) -> None:
+        if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):  # it was killed: the run goes on without it
-                self._process.stdin.write(os.fsencode(line) + b"\n")
+                self._process.stdin.write(os.fsencode(message) + b"\0")
                 self._process.stdin.flush()
 
     def __enter__(self) -> Self:
@@ -135,9 +137,10 @@ class _Left:
         self.sessions: list[Path] = []
         self.logs: Path | None = None
         self.remove: Path | None = None
+        self._found: dict[Path, tuple[int, ...] | None] = {}
 
-    def hear(self, line: str) -> None:
-        word, _, rest = line.partition(" ")
+    def hear(self, message: str) -> None:
+        word, _, rest = message.partition(" ")
         if word == "done":
             self.done = True
         elif word == "session":
@@ -146,6 +149,14 @@ class _Left:
             self.logs = Path(rest)
         elif word == "remove":
             self.remove = Path(rest)
+
+    def driver_ended(self) -> None:
+        """Notes which files are there at the driver's end: those of a next run come later."""
+        self._found = {path: _identity(path) for path in (self.logs, self.remove) if path is not None}
+
+    def _untouched(self, path: Path) -> bool:
+        """Whether the path holds what it held at the driver's end."""
+        return _identity(path) == self._found.get(path)
 
     def processes(self) -> dict[int, bytes]:
         """Command lines of the driver's processes that are there now, by pid."""
@@ -188,14 +199,24 @@ class _Left:
         return False
 
     def remove_files(self) -> None:
-        """Moves Ray's logs and removes the rest."""
+        """Moves Ray's logs and removes the rest, but for what a next run has put into the places of this one."""
+        keep_logs = self.logs is not None and self._untouched(self.logs)
         for folder in self.sessions:
-            if self.logs is not None and folder.is_dir():
+            if self.logs is not None and keep_logs and folder.is_dir():
                 move_logs(folder / "logs", self.logs)
             remove_session(folder)
-        if self.remove is not None:
+        if self.remove is not None and self._untouched(self.remove):
             with contextlib.suppress(OSError):
                 self.remove.unlink()
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Tells a file or folder from another one of its name; None where there is none."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def _read(path: str) -> bytes:
@@ -228,12 +249,13 @@ def main(mark: str, owner: int) -> None:
             sent = os.read(0, 65536)
             if not sent:
                 break
-            *lines, heard = (heard + sent).split(b"\n")
-            for line in lines:
-                left.hear(os.fsdecode(line))
+            *messages, heard = (heard + sent).split(b"\0")
+            for message in messages:
+                left.hear(os.fsdecode(message))
         elif os.getppid() != owner:  # a process that the driver has forked may hold the pipe open
             break
     if not left.done:
+        left.driver_ended()
         left.end_processes()
         left.remove_files()
 

@@ -179,6 +179,51 @@ def test_a_deferred_trace_is_written_when_asked_for_and_holds_its_window_alone(
     assert "aten::tanh" not in operators(trace)
 
 
+SIGTERM_SCRIPT = textwrap.dedent(
+    """
+    import os, signal, sys, time
+    import torch
+    from relax_profiling.recorders import session
+    from relax_profiling.recorders.training import build_observer
+    from relax_profiling.settings import MemoryProfileSettings, TrainProfileSettings
+    settings = TrainProfileSettings(
+        use_pytorch_profiler=True,
+        profile_step_start=0,
+        profile_step_end=0,
+        profile_target=["train_overall", "train_actor"],
+    )
+    observer = build_observer(settings, MemoryProfileSettings(), trace_dir=sys.argv[1])
+    if sys.argv[2] != "at once":
+        observer.defer_traces()
+    publish = session.publish
+
+    def publish_signalled(*words):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return publish(*words)
+
+    session.publish = publish_signalled
+    observer.before_model()
+    with observer.phase("train_overall", 0), observer.phase("train_actor", 0):
+        torch.ones(4).sum()
+    if sys.argv[2] == "when asked":
+        observer.write_traces()
+    elif sys.argv[2] == "at the end":
+        observer.close()
+    os._exit(3)
+    """
+)
+
+
+@pytest.mark.parametrize("written", ["at once", "when asked", "at the end"])
+def test_a_sigterm_while_a_trace_is_written_waits_for_it(tmp_path: Path, written: str) -> None:
+    pytest.importorskip("torch")
+    words = [sys.executable, "-c", SIGTERM_SCRIPT, str(tmp_path), written]
+    done = subprocess.run(words, timeout=300, capture_output=True)
+    assert done.returncode == -signal.SIGTERM, done.stderr.decode()
+    names = sorted(path.name.split("_rank")[0] for path in (tmp_path / "train_trace").iterdir())
+    assert names == ["train_actor", "train_overall"]
+
+
 def small_run(observer: TrainingObserver, *, between: Any = lambda step: None) -> list[int]:
     """Six steps; what was done."""
     import torch

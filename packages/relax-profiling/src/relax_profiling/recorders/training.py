@@ -20,7 +20,7 @@ import os
 import signal
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -94,6 +94,8 @@ class TrainingObserver:
         self._watching = session is not None or recorder is not None
         self._process = os.getpid()
         self._old_handler: Any = None
+        self._writing = 0  # how many of the blocks that a SIGTERM waits for we are in
+        self._told_to_end = False
 
     def before_model(self) -> None:
         """Before the first parameter is allocated: memory is recorded from here on."""
@@ -129,9 +131,10 @@ class TrainingObserver:
         if last and self._session is not None and self._depth == 0:
             self._unwritten, self._session = self._session, None
             self._watching = self._snapshot_after is not None
-        session, self._unwritten = self._unwritten, None
-        if session is not None:
-            _guarded("the training trace", session.close)
+        with self._finishing():
+            session, self._unwritten = self._unwritten, None
+            if session is not None:
+                _guarded("the training trace", session.close)
 
     def close(self) -> None:
         """Writes what is recorded; at the end of the run, also of a failed one; may be called twice."""
@@ -142,13 +145,14 @@ class TrainingObserver:
         if os.getpid() != self._process:
             return  # a fork, as of a data loader: what is recorded is its parent's, and torch's profiler would hang
         atexit.unregister(self.close)
+        with self._finishing():
+            self.write_traces()
+            session, self._session = self._session, None
+            if session is not None:
+                _guarded("the training trace", session.close)
+            if self._recorder is not None:
+                _guarded("the memory recording", self._recorder.close)
         self._restore_sigterm()
-        self.write_traces()
-        session, self._session = self._session, None
-        if session is not None:
-            _guarded("the training trace", session.close)
-        if self._recorder is not None:
-            _guarded("the memory recording", self._recorder.close)
 
     def _enter(self, name: str, offset: int) -> AbstractContextManager[Any] | None:
         if self._depth == 0 and offset != self._offset:
@@ -171,7 +175,8 @@ class TrainingObserver:
         # On the step's number, not on how often we were called: a repeated step counts once.
         if self._snapshot_after is not None and offset + 1 >= self._snapshot_after and self._recorder is not None:
             self._snapshot_after = None
-            path = _guarded("the memory snapshot", self._recorder.dump)
+            with self._finishing():
+                path = _guarded("the memory snapshot", self._recorder.dump)
             if path is not None:
                 logger.info("memory snapshot after %d steps: %s", offset + 1, path)
         self._watching = self._session is not None or self._snapshot_after is not None
@@ -181,12 +186,13 @@ class TrainingObserver:
         session = self._session
         if session is None:
             return
-        running = _guarded("the training trace", lambda: tell(session))
-        if not running:
-            self._session = None
-            self._unwritten = session if session.waiting else None
-        if running is None:
-            _guarded("the training trace", session.close)
+        with self._finishing():  # the end of a window may write it
+            running = _guarded("the training trace", lambda: tell(session))
+            if not running:
+                self._session = None
+                self._unwritten = session if session.waiting else None
+            if running is None:
+                _guarded("the training trace", session.close)
 
     def _catch_sigterm(self) -> None:
         """A plain SIGTERM ends a process without a word to us; files would stay incomplete."""
@@ -203,7 +209,24 @@ class TrainingObserver:
             signal.signal(signal.SIGTERM, self._old_handler)
         self._old_handler = None
 
+    @contextlib.contextmanager
+    def _finishing(self) -> Iterator[None]:
+        """Inside, a SIGTERM waits: what is half written would be lost. It ends the process at the end of the block."""
+        self._writing += 1
+        try:
+            yield
+        finally:
+            self._writing -= 1
+            if self._told_to_end and self._writing == 0:
+                self._end_by_sigterm()
+
     def _on_sigterm(self, number: int, frame: types.FrameType | None) -> None:
+        if self._writing and os.getpid() == self._process:
+            self._told_to_end = True
+        else:
+            self._end_by_sigterm()
+
+    def _end_by_sigterm(self) -> None:
         self.close()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

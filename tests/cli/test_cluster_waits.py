@@ -1,12 +1,14 @@
 """Waits of the driver: they end at a deadline, at a failure and at a stop; and signals stay ours."""
 
+import re
 import signal
+import socket
 import threading
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
-from relax_cli.cluster import waits
+from relax_cli.cluster import ray_cluster, waits
 from relax_cli.cluster.ray_cluster import connected
 from relax_cli.cluster.waits import Heartbeat, StopFlag, StopRequested
 from relax_cli.run.launch import explanation
@@ -166,9 +168,33 @@ def test_a_cluster_that_does_not_answer_is_a_users_error(monkeypatch: pytest.Mon
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # left as it is when it is set
     monkeypatch.setattr("ray.init", refuse)
     monkeypatch.setattr("ray.shutdown", lambda: None)
-    message = r"--ray-address 10\.0\.0\.1:1: no Ray cluster answers there \(nobody there\)"
-    with pytest.raises(ValueError, match=message), connected("10.0.0.1:1", min_cpus=1):
-        raise AssertionError("not reached")
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # something else
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        message = rf"--ray-address {re.escape(address)}: no Ray cluster answers there \(nobody there\)"
+        with pytest.raises(ValueError, match=message), connected(address, min_cpus=1):
+            raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("port", ["free", "99999"])
+def test_an_address_where_nothing_listens_is_not_given_to_ray(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    """Ray would wait for minutes there, and no signal would end that."""
+    given: list[Any] = []
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(ray_cluster, "KNOCK_S", 1.5)
+    monkeypatch.setattr("ray.init", lambda **options: given.append(options["address"]))
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    with socket.socket() as bound:  # it does not listen
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1] if port == 'free' else port}"
+        message = f"--ray-address {re.escape(address)}: no Ray cluster answers there"
+        with pytest.raises(ValueError, match=message), connected(address, min_cpus=1):
+            raise AssertionError("not reached")
+    assert given == []
+
+
+@pytest.mark.parametrize("address", ["auto", "ray://127.0.0.1:1"])
+def test_addresses_without_host_and_port_are_left_to_ray(address: str) -> None:
+    ray_cluster._knock(address)
 
 
 def test_without_an_address_no_other_cluster_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:

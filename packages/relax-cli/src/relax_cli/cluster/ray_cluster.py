@@ -7,9 +7,12 @@ import atexit
 import contextlib
 import logging
 import os
+import re
 import secrets
 import signal
+import socket
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -32,6 +35,10 @@ from relax_cli.cluster.ray_watch import (
 from relax_cli.cluster.waits import StopFlag, StopRequested
 
 log = logging.getLogger(__name__)
+
+KNOCK_S = 5.0
+"""How long a cluster that is named by host and port may take to accept a connection."""
+_HOST_AND_PORT = re.compile(r"(?P<host>[^/]+):(?P<port>\d{1,5})")
 
 
 @contextlib.contextmanager
@@ -266,6 +273,7 @@ def _connect(
         )
         return
     try:
+        _knock(address)
         ray.init(address=address, **common)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ValueError(
@@ -273,6 +281,28 @@ def _connect(
             "leave the flag out to run on this machine alone. If there is one, give this machine its token "
             "(RAY_AUTH_TOKEN, or ~/.ray/auth_token)."
         ) from error
+
+
+def _knock(address: str) -> None:
+    """Returns when something listens at an address of the form ``host:port``, and at once for any other.
+
+    Where nothing does, Ray would wait for minutes, in code that no signal interrupts.
+
+    Raises:
+        ConnectionError: nothing has accepted a connection for :data:`KNOCK_S`.
+    """
+    found = _HOST_AND_PORT.fullmatch(address)
+    if found is None:
+        return
+    place, end = (found["host"].strip("[]"), int(found["port"])), time.monotonic() + KNOCK_S
+    while True:
+        try:
+            socket.create_connection(place, timeout=max(0.1, end - time.monotonic())).close()
+            return
+        except (OSError, OverflowError) as error:  # a number that is no port overflows
+            if time.monotonic() + 1.0 > end or isinstance(error, OverflowError):
+                raise ConnectionError(str(error)) from error
+        time.sleep(1.0)
 
 
 def _has_ray_token() -> bool:

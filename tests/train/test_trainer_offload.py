@@ -207,7 +207,9 @@ def test_what_stays_leaves_a_tenth_of_the_device_and_only_shrinks(reference: Any
     assert 0.95 < estimate < 1.05
 
 
-def test_host_memory_lies_end_to_end_and_says_when_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_lies_end_to_end_and_says_when_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from relax_train.backend import host_memory
 
     monkeypatch.setattr(host_memory, "CHUNK", 4096)
@@ -226,6 +228,8 @@ def test_host_memory_lies_end_to_end_and_says_when_there_is_none(monkeypatch: py
     memory.close()
     memory.close()
 
+    caplog.set_level("INFO")
+
     def refuse(size: int) -> torch.Tensor:
         raise OSError(12, "Cannot allocate memory")
 
@@ -234,4 +238,6 @@ def test_host_memory_lies_end_to_end_and_says_when_there_is_none(monkeypatch: py
     (place,) = none_left.places([100])[0]
     with pytest.raises(MemoryError, match=r"no room for 0.0 GiB.*give the run more host memory.*Cannot allocate"):
         none_left.view(place)
+    assert not none_left.ready
+    assert "made in the background" not in caplog.text
     none_left.close()

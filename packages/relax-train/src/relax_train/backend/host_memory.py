@@ -84,8 +84,11 @@ class HostMemory:
 
     @property
     def ready(self) -> bool:
-        """Whether nothing would wait for a chunk now."""
-        return len(self._ready) == len(self._sizes) and all(chunk.done() for chunk in self._ready)
+        """Whether all of it is there, so that nothing would wait for a chunk now.
+
+        False for ever where the host has no room for it; :meth:`view` says so to who needs it first.
+        """
+        return len(self._ready) == len(self._sizes) and all(map(_made, self._ready))
 
     # ------------------------------------------------------------------ in use
 
@@ -140,6 +143,10 @@ class HostMemory:
                 if not future.cancelled() and future.exception() is None:
                     torch.cuda.cudart().cudaHostUnregister(future.result().data_ptr())
         self._sizes, self._touched, self._ready = [], [], []
+
+
+def _made(chunk: "Future[torch.Tensor]") -> bool:
+    return chunk.done() and not chunk.cancelled() and chunk.exception() is None
 
 
 def _touched(size: int) -> torch.Tensor:

@@ -64,7 +64,13 @@ def test_layouts_that_contradict_themselves(wrong: dict[str, Any], words: list[s
         ({"recompute_granularity": "selective", "recompute_modules": ("moe",)}, DENSE, 1, ["moe has no effect"]),
         ({"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, MOE, 1, ["mlp has no effect"]),
         ({"tensor_model_parallel_size": 2}, MOE, 2, ["needs --sequence-parallel"]),
-        ({"expert_model_parallel_size": 2}, MOE, 3, ["EP x ETP x PP"]),
+        ({"expert_model_parallel_size": 2}, MOE, 3, ["EP x ETP x PP = 2 x 1 x 1 = 2; change"]),
+        (
+            {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "sequence_parallel": True},
+            MOE,
+            2,
+            ["2 x 2 x 1 = 4 (ETP is TP = 2 unless --expert-tensor-parallel-size is set, and 1 is allowed); change"],
+        ),
     ],
 )
 def test_layouts_that_do_not_fit_the_model(

@@ -51,7 +51,7 @@ def test_recommended_qwen3_4b(
     assert row(text, "TP x PP x CP x DP") == "2 x 1 x 1 x 4 = 8 ranks"
     assert row(text, "engines") == "8 SGLang servers, 1 GPU each, on the same GPUs, in turn with the trainer"
     assert row(text, "micro-batch") == "at most 9216 x CP 1 = 9216 tokens"
-    assert row(text, "recompute") == "full, uniform, 1 layers"
+    assert row(text, "recompute") == "full, uniform, 1 layer"
     assert row(text, "parameters") == "4.02 B"
     assert "of --sglang-mem-fraction-static 0.8 of the GPU" in row(text, "engine: weights")
     # Bytes of a layer and token, on one of two ranks: four of the residual stream, queries thrice, keys and values
@@ -62,7 +62,7 @@ def test_recommended_qwen3_4b(
         f"{9216 * (36 * kept + running) / 1e9:.1f} GB" for kept in (layer, layer - 2 * stream - inner, stream)
     )
     assert row(text, "trainer: activations") == f"about {full} for 9216 tokens"
-    assert row(text, "with other recompute") == f"off {off}, selective {selective}"
+    assert row(text, "with other recompute") == f"off: {off}; selective: {selective}"
 
 
 @pytest.mark.parametrize("gpus_here", [0, 8])
@@ -196,6 +196,7 @@ def test_files_that_will_be_written(workspace: Path, start: list[str], capsys: p
     text = plan([*start, *words, "samples/{rollout_id}.pkl"], capsys)
     assert row(text, "run directory") == f"{workspace}/runs/demo/"
     assert row(text, "in it").endswith(", tensorboard/")
+    assert ", metrics.jsonl, timeline.jsonl, " in row(text, "in it")
     assert row(text, "checkpoints") == f"{workspace}/ckpt/, every 5 rollouts and after the last rollout"
     assert row(text, "Hugging Face exports").startswith(f"{workspace}/hf/{{rollout_id}}")
     assert row(text, "SGLang traces") == f"{workspace}/traces/demo/sglang_trace/rollout_<id>/"

@@ -172,7 +172,8 @@ def _parallel(config: RunConfig) -> Rows:
     rows.append(("sequence parallel", "on" if parallel.sequence_parallel else "off"))
     recompute: str = parallel.recompute_granularity or "off"
     if parallel.recompute_method is not None:
-        recompute += f", {parallel.recompute_method}, {parallel.recompute_num_layers} layers"
+        layers = parallel.recompute_num_layers
+        recompute += f", {parallel.recompute_method}, {layers} layer{'' if layers == 1 else 's'}"
     if parallel.recomputed_modules:
         recompute += f": {' '.join(parallel.recomputed_modules)}"
     rows.append(("recompute", recompute))
@@ -298,13 +299,13 @@ def _activation_memory(config: RunConfig, shape: ModelShape, placement: Placemen
     choices = {
         "off": Recompute(),
         "selective": Recompute(modules=CHEAP_TO_RECOMPUTE),
-        "full, uniform, 1 layers": Recompute(method="uniform", layers=1),
+        "full (uniform, 1 layer)": Recompute(method="uniform", layers=1),
     }
-    others = [f"{name} {_size(memory.of(tokens, choice))}" for name, choice in choices.items() if choice != chosen]
+    others = [f"{name}: {_size(memory.of(tokens, choice))}" for name, choice in choices.items() if choice != chosen]
     logits = min(tokens * shape.vocab * memory.width // placement.tp, CHUNK_BYTES)
     return [
         ("trainer: activations", f"about {_size(memory.of(tokens, chosen))} for {tokens} tokens"),
-        ("  with other recompute", ", ".join(others)),
+        ("  with other recompute", "; ".join(others)),
         ("trainer: logits", f"{_size(logits)} at a time"),
     ]
 
@@ -325,7 +326,7 @@ def _size(n_bytes: int) -> str:
 
 
 def _files(config: RunConfig) -> Rows:
-    names = ["logs/", "config.toml", "metrics.jsonl", "summary.json", "reward.png"]
+    names = ["logs/", "config.toml", "metrics.jsonl", "timeline.jsonl", "summary.json", "reward.png"]
     if config.logging.use_tensorboard:
         names.append("tensorboard/")
     rows = [("run directory", f"{config.run_dir}/"), ("in it", ", ".join(names))]

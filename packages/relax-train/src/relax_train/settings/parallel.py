@@ -144,9 +144,11 @@ class ParallelSettings(Settings):
         divides(ep, "expert_model_parallel_size", "num_experts")
         divides(etp, "expert_tensor_parallel_size", "moe_intermediate_size")
         if world_size % (ep * etp * pp):
+            default = f" (ETP is TP = {tp} unless --expert-tensor-parallel-size is set, and 1 is allowed)"
             found.append(
                 f"the trainer has {world_size} ranks, which is no multiple of EP x ETP x PP = {ep} x {etp} x {pp} = "
-                f"{ep * etp * pp}; change the sizes or the number of GPUs"
+                f"{ep * etp * pp}{default if tp > 1 and self.expert_tensor_parallel_size is None else ''}; "
+                "change the sizes or the number of GPUs"
             )
         if tp > 1 and not self.sequence_parallel:
             found.append(

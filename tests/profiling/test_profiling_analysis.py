@@ -148,6 +148,8 @@ def test_kinds_of_device_activities(name: str, category: str, kind: int) -> None
         ("aten::addmm", [[5], [2, 3], [3, 5], [], []], 60),
         ("aten::bmm", [[4, 2, 3], [4, 3, 5]], 240),
         ("aten::baddbmm", [[4, 2, 5], [4, 2, 3], [4, 3, 5]], 240),
+        ("aten::addmm_", [[2, 5], [2, 3], [3, 5], [], []], 60),
+        ("mkldnn::_linear_pointwise", [[2, 4, 3], [5, 3], [], [], [], []], 240),
         ("aten::_grouped_mm", [[7, 3], [4, 3, 5]], 210),
         (
             "aten::_scaled_dot_product_flash_attention",

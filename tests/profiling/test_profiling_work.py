@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_profiling.analysis.work import ATTENTION, COPIES, ELEMENTWISE, KINDS, PRODUCTS, host_work
+from relax_profiling.analysis.work import ATTENTION, COPIES, ELEMENTWISE, KINDS, PRODUCTS, Product, host_work
 from relax_profiling.report.build import build_report
 from relax_profiling.report.model import Finding, Report
 from relax_profiling.report.text import to_text
@@ -147,6 +147,24 @@ def test_small_prefill_batches(trace_maker: Any, tmp_path: Path, batch: int, ste
     for finding in found:
         assert "20 prefill steps of 2.0 sequences and 80 tokens" in finding.figure
         assert "50% of the engine's steps" in finding.figure
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("aten::addmm_", [[4, 9], [4, 6], [6, 9], [], []]),
+        ("mkldnn::_linear_pointwise", [[4, 6], [9, 6], [], [], [], []]),
+    ],
+)
+def test_the_trainers_products_on_a_cpu_are_products(
+    trace_maker: Any, tmp_path: Path, name: str, shapes: list[list[int]]
+) -> None:
+    t = trace_maker()
+    t.operator(0, 90, name, **{"Input Dims": shapes})
+    t.operator(100, 10, "aten::add")
+    work = host_work(load_trace(t.write(tmp_path / "trace.json")))
+    assert (work.time[PRODUCTS], work.time[ELEMENTWISE]) == (90, 10)
+    assert work.largest == Product(rows=4, inner=6, columns=9, calls=1, flops=2 * 4 * 6 * 9)
 
 
 def swiglu(x: Any, gate: Any, up: Any) -> Any:

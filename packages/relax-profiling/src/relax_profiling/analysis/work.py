@@ -24,7 +24,14 @@ _KERNELS = (
 )
 _OPERATORS = (
     (ATTENTION, re.compile(r"attention|::_?flash", re.I)),
-    (PRODUCTS, re.compile(r"^aten::(addmm|mm|bmm|baddbmm|_grouped_mm|_scaled_mm|addmv|dot|mkldnn_linear)$|gemm", re.I)),
+    (
+        PRODUCTS,
+        re.compile(
+            r"^aten::(addmm_?|mm|bmm|baddbmm_?|_grouped_mm|_scaled_mm|addmv_?|dot|mkldnn_linear)$"
+            r"|^mkldnn::_linear_pointwise$|gemm",
+            re.I,
+        ),
+    ),
     (COPIES, re.compile(r"^aten::(copy_|cat|stack|clone|index_copy_)$")),
     (
         ELEMENTWISE,
@@ -174,8 +181,9 @@ def _products(trace: Trace) -> tuple[list[Product], int]:
             shapes = orjson.loads(text)
             if name == "aten::embedding":
                 tokens = max(tokens, _count(shapes[1]))
-            elif name in ("aten::mm", "aten::addmm"):
-                (rows, inner), (_, columns) = shapes[:2] if name == "aten::mm" else shapes[1:3]
+            elif name in ("aten::mm", "aten::addmm", "aten::addmm_", "mkldnn::_linear_pointwise"):
+                (rows, inner), second = shapes[:2] if not name.startswith("aten::addmm") else shapes[1:3]
+                _, columns = reversed(second) if name.startswith("mkldnn") else second  # which takes it transposed
                 flops = calls * operator_flops(name, shapes)
                 known = products.get(columns, Product(0, inner, columns, 0, 0.0))
                 products[columns] = Product(

@@ -4,6 +4,7 @@ The formulas are those of torch's own counter (``torch.utils.flop_counter``): a 
 attention is counted without the saving of a causal mask.
 """
 
+import math
 import re
 from typing import Any
 
@@ -36,6 +37,13 @@ def _addmm(shapes: list[Shape]) -> float:
     return _mm(shapes[1:])
 
 
+def _linear(shapes: list[Shape]) -> float:
+    """Input [..., k] and weight [n, k], as oneDNN takes them."""
+    *rows, k = shapes[0]
+    n, _k = shapes[1]
+    return 2.0 * math.prod(rows) * k * n
+
+
 def _bmm(shapes: list[Shape]) -> float:
     (b, m, k), (_b, _k, n) = shapes[0], shapes[1]
     return 2.0 * b * m * k * n
@@ -65,8 +73,11 @@ def _grouped_mm(shapes: list[Shape]) -> float:
 _COUNTERS = {
     "aten::mm": _mm,
     "aten::addmm": _addmm,
+    "aten::addmm_": _addmm,
     "aten::bmm": _bmm,
     "aten::baddbmm": _baddbmm,
+    "aten::baddbmm_": _baddbmm,
+    "mkldnn::_linear_pointwise": _linear,
     "aten::_scaled_mm": _mm,
     "aten::_grouped_mm": _grouped_mm,
     "aten::_scaled_dot_product_flash_attention": _attention,

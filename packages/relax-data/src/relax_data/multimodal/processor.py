@@ -9,6 +9,7 @@ nothing can be left behind in ``/dev/shm``, whoever dies when.
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import mmap
 import multiprocessing
 import multiprocessing.connection
@@ -371,7 +372,7 @@ def _send(pipe: Any, features: Features) -> None:
 
 
 def _receive(pipe: Any, layout: list[tuple[str, str, tuple[int, ...], int]]) -> Features:
-    """Arrays over the memory that the worker filled; it goes back to the system with the last of them."""
+    """Copies of the arrays that the worker left in its memory: a mapping that is kept holds an open file."""
     try:
         handle = multiprocessing.reduction.recv_handle(pipe)
     except (EOFError, OSError) as error:
@@ -380,7 +381,8 @@ def _receive(pipe: Any, layout: list[tuple[str, str, tuple[int, ...], int]]) -> 
         memory = mmap.mmap(handle, os.fstat(handle).st_size)
     finally:
         os.close(handle)
-    return {
-        key: np.frombuffer(memory, dtype=dtype, count=int(np.prod(shape)), offset=offset).reshape(shape)
-        for key, dtype, shape, offset in layout
-    }
+    with memory:
+        return {
+            key: np.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offset).reshape(shape).copy()
+            for key, dtype, shape, offset in layout
+        }

@@ -91,6 +91,13 @@ def test_a_bad_picture_is_the_error_of_its_row(folder: Path, pool: ProcessorPool
     assert [p.source[-1] for p in source.next(2)] == ["1", "3"]
 
 
+def test_a_mark_of_a_video_beside_a_picture_is_the_error_of_its_row(folder: Path, pool: ProcessorPool) -> None:
+    rows = [["<image> or <|video_pad|>?", "a.png"], ["<image>?", "b.png"]]
+    with pytest.raises(DataError, match=r"jsonl:1: the prompt has token \d+, which stands for a video .*--skip-bad-rows"):
+        opened(folder, pool, rows)
+    assert len(opened(folder, pool, rows, skip_bad_rows=True)) == 1
+
+
 def test_a_length_limit_counts_the_pieces(folder: Path, pool: ProcessorPool) -> None:
     rows = [["<image>?", "a.png"], ["<image>?", "b.png"]]
     short, long = sorted(len(p.input_ids) for p in opened(folder, pool, rows).next(2))

@@ -332,7 +332,13 @@ def take_features(prompt: Prompt, features: Features) -> Prompt:
             f"{prompt.source}: the processor of --hf-checkpoint gave no {' and no '.join(missing)}: it is none of a "
             "model whose pictures can be trained on"
         )
-    ids, pictured = features["input_ids"][0], features["mm_token_type_ids"][0] == 1
+    ids, types = features["input_ids"][0], features["mm_token_type_ids"][0]
+    if (other := ids[(types != 0) & (types != 1)]).size:
+        raise DataError(
+            f"{prompt.source}: the prompt has token {other[0]}, which stands for a video or a sound, and there is none: "
+            "take its mark out of the text"
+        )
+    pictured = types == 1
     first = pictured & ~np.concatenate([[False], pictured[:-1]])
     if first.sum() != len(features["image_grid_thw"]):
         raise DataError(

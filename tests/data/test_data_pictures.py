@@ -93,9 +93,27 @@ def test_a_bad_picture_is_the_error_of_its_row(folder: Path, pool: ProcessorPool
 
 def test_a_mark_of_a_video_beside_a_picture_is_the_error_of_its_row(folder: Path, pool: ProcessorPool) -> None:
     rows = [["<image> or <|video_pad|>?", "a.png"], ["<image>?", "b.png"]]
-    with pytest.raises(DataError, match=r"jsonl:1: the prompt has token \d+, which stands for a video .*--skip-bad-rows"):
+    with pytest.raises(DataError, match=r"jsonl:1: the prompt has token \d+, which .* a video .*--skip-bad-rows"):
         opened(folder, pool, rows)
     assert len(opened(folder, pool, rows, skip_bad_rows=True)) == 1
+
+
+def test_a_typed_mark_of_a_picture_without_one_is_the_error_of_its_row(folder: Path, pool: ProcessorPool) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    data = folder / "typed.jsonl"
+    data.write_text("\n".join(json.dumps({"input": text}) for text in ("what is <|image_pad|>?", "what?")))
+    settings = DataSettings(prompt_data=(str(data),), apply_chat_template=True, multimodal_keys={"image": "images"})
+    token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    with pytest.raises(DataError, match=rf"jsonl:1: the prompt has token {token}, which .* a picture.*--skip-bad-rows"):
+        open_prompts(settings, tokenizer, processor=pool, picture_token=token)
+    skipping = dataclasses.replace(settings, skip_bad_rows=True)
+    for streaming in (False, True):
+        each = dataclasses.replace(skipping, use_streaming_dataset=streaming)
+        source = open_prompts(each, tokenizer, num_epoch=1, processor=pool, picture_token=token)
+        assert [p.source[-1] for p in source.next(2)] == ["2"]
+    assert len(open_prompts(settings, tokenizer, processor=pool)) == 2, "to a model of text it is a token like others"
 
 
 def test_a_length_limit_counts_the_pieces(folder: Path, pool: ProcessorPool) -> None:

@@ -82,7 +82,11 @@ class RolloutActor:
         self._tokenizer = AutoTokenizer.from_pretrained(config.train.model.hf_checkpoint)
         self._processor = self._open_processor()
         self._source = open_prompts(
-            config.data, self._tokenizer, num_epoch=config.run.num_epoch, processor=self._processor
+            config.data,
+            self._tokenizer,
+            num_epoch=config.run.num_epoch,
+            processor=self._processor,
+            picture_token=_picture_token(config.train.model.hf_checkpoint),
         )
         self._eval_prompts = self._open_eval_prompts()
         self._reward = build_reward(config.reward)
@@ -402,3 +406,15 @@ class RolloutActor:
             await asyncio.to_thread(self._processor.close)
         await self._reward.close()
         await self._engines.close()
+
+
+def _picture_token(folder: str) -> int | None:
+    """The token that stands for a picture, of a model that reads some."""
+    from relax_train.models.architectures import model_shape
+    from relax_train.settings.model import read_hf_config
+
+    try:
+        vision = model_shape(read_hf_config(folder)).vision
+    except ValueError:  # no model that can be trained: the checks before the start say so where it matters
+        return None
+    return None if vision is None else vision.image_token

@@ -85,10 +85,18 @@ class PromptBuilder:
         settings: the data options.
         tokenizer: a transformers tokenizer, or anything with its ``__call__`` and ``apply_chat_template``.
         processor: of rows with ``--multimodal-keys``: makes tokens and tensors of text and pictures together.
+        picture_token: that stands for a picture, of a model that reads some: a row without a picture may not have it.
     """
 
-    def __init__(self, settings: DataSettings, tokenizer: Any, processor: ProcessorPool | None = None):
+    def __init__(
+        self,
+        settings: DataSettings,
+        tokenizer: Any,
+        processor: ProcessorPool | None = None,
+        picture_token: int | None = None,
+    ):
         self._settings = settings
+        self._picture_token = picture_token
         self._tokenizer = tokenizer
         self._processor = processor
         self.drops = Drops()
@@ -120,7 +128,7 @@ class PromptBuilder:
                 for i, d in enumerate(drafts)
             ]
         return [
-            pictured[i] if i in pictured else None if d is None else self._finish(d, next(tokens))
+            pictured[i] if i in pictured else None if d is None else self._finish_usable(d, next(tokens))
             for i, d in enumerate(drafts)
         ]
 
@@ -249,7 +257,15 @@ class PromptBuilder:
     def _finish_alone(self, draft: Prompt, source: str) -> Prompt | None:
         return self._finish(draft, self._tokenise_alone(draft))
 
+    def _finish_usable(self, draft: Prompt, ids: Sequence[int]) -> Prompt | None:
+        return self._usable(lambda value, _: self._finish(value, ids), draft, draft.source)
+
     def _finish(self, draft: Prompt, ids: Sequence[int]) -> Prompt | None:
+        if self._picture_token is not None and not draft.multimodal and self._picture_token in ids:
+            raise DataError(
+                f"{draft.source}: the prompt has token {self._picture_token}, which stands for a picture, and the row "
+                "has none: take its mark out of the text"
+            )
         limit = self._settings.rollout_max_prompt_len
         if limit is not None and len(ids) > limit:
             self._drop_long(limit, f"{draft.source} has {len(ids)} tokens")
@@ -335,8 +351,8 @@ def take_features(prompt: Prompt, features: Features) -> Prompt:
     ids, types = features["input_ids"][0], features["mm_token_type_ids"][0]
     if (other := ids[(types != 0) & (types != 1)]).size:
         raise DataError(
-            f"{prompt.source}: the prompt has token {other[0]}, which stands for a video or a sound, and there is none: "
-            "take its mark out of the text"
+            f"{prompt.source}: the prompt has token {other[0]}, which stands for a video or a sound, and there is "
+            "none: take its mark out of the text"
         )
     pictured = types == 1
     first = pictured & ~np.concatenate([[False], pictured[:-1]])

@@ -123,6 +123,15 @@ def test_a_length_limit_counts_the_pieces(folder: Path, pool: ProcessorPool) -> 
     assert len(opened(folder, pool, rows, rollout_max_prompt_len=long - 1)) == 1
 
 
+def test_the_limit_of_memory_is_looked_at_every_few_rows(
+    folder: Path, pool: ProcessorPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [["<image>?", "b.png"]] * 40
+    monkeypatch.setattr("relax_data.prompts.source._MOST_PICTURE_BYTES", 1)
+    with pytest.raises(DataError, match=r"the first 16 prompts .*--use-streaming-dataset"):
+        opened(folder, pool, rows)
+
+
 def test_tensors_come_back_after_a_checkpoint_or_it_is_said_that_they_changed(
     folder: Path, pool: ProcessorPool
 ) -> None:

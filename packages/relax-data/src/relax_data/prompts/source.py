@@ -21,6 +21,8 @@ from relax_data.types import Prompt
 logger = logging.getLogger(__name__)
 
 _READ_ROWS = 1024
+_PICTURED_ROWS = 16
+"""Rows that are read at a time where rows may have pictures: the tensors of all of them are in memory together."""
 _MOST_PICTURE_BYTES = 8 << 30
 """Most bytes of the tensors of all pictures that are kept in memory."""
 
@@ -107,7 +109,7 @@ class MemoryPromptSource:
     def _load(self, rows: RowFile, file: FileSlice) -> None:
         start, stop = file.bounds(rows.count)
         self._rows_read += stop - start
-        for batch in _batches(rows, start, stop):
+        for batch in _batches(rows, start, stop, _PICTURED_ROWS if self._settings.multimodal_keys else _READ_ROWS):
             for prompt in self._builder.build(batch):
                 if prompt is not None:
                     self._prompts.append(_Stored(prompt, np.array(prompt.input_ids, dtype=np.int32)))
@@ -254,9 +256,9 @@ def check_same_order(state: dict[str, Any], settings: DataSettings) -> None:
         )
 
 
-def _batches(rows: RowFile, start: int, stop: int) -> Iterator[list[SourcedRow]]:
-    for begin in range(start, stop, _READ_ROWS):
-        end = min(begin + _READ_ROWS, stop)
+def _batches(rows: RowFile, start: int, stop: int, size: int) -> Iterator[list[SourcedRow]]:
+    for begin in range(start, stop, size):
+        end = min(begin + size, stop)
         found = rows.read(begin, end).rows(range(end - begin))
         yield [SourcedRow(f"{rows.name}:{begin + i + 1}", row) for i, row in enumerate(found) if row is not None]
 

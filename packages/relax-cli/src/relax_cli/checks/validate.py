@@ -55,6 +55,7 @@ def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problem
         _eval_problems,
         data_problems,
         _debug_problems,
+        _picture_problems,
     ]
     for check in checks:
         wrong += check(config)
@@ -247,6 +248,22 @@ def _debug_problems(config: RunConfig) -> Problems:
     return found
 
 
+def _picture_problems(config: RunConfig) -> Problems:
+    """What cannot go with ``--multimodal-keys``, whatever is started."""
+    if not config.data.multimodal_keys or config.debug.debug_train_only:
+        return []
+    found = []
+    if config.cluster.fully_async:
+        # TransferQueue would carry the pictures of a prompt once for each response.
+        found.append("--fully-async does not carry pictures yet: use --colocate or remove --multimodal-keys")
+    if config.debug.save_debug_rollout_data is not None:
+        found.append(
+            "--save-debug-rollout-data does not keep pictures, and rows without them cannot be trained on: remove it "
+            "or --multimodal-keys"
+        )
+    return found
+
+
 def _idle(config: RunConfig, valued: Sequence[str], switches: Sequence[str]) -> list[str]:
     """Names those of these options that the user set, the switches only when they are on."""
     on = {name for part in config.parts() for name in switches if getattr(part, name, False) is True}
@@ -291,11 +308,6 @@ def _picture_needs(config: RunConfig) -> Problems:
         )
     if not config.data.apply_chat_template:
         found.append("--apply-chat-template: it writes the tokens of the pictures that --multimodal-keys names")
-    if config.cluster.fully_async:
-        found.append(
-            "rows without pictures: --fully-async sends rows through TransferQueue, which would carry the pictures of "
-            "a prompt once for each response; remove --fully-async or --multimodal-keys"
-        )
     return found
 
 

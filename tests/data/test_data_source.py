@@ -147,6 +147,19 @@ def test_images_stand_where_their_marks_are(write_jsonl: Callable[..., str], tok
             )
 
 
+@pytest.mark.parametrize("images", [None, []])
+def test_a_mark_without_an_item_is_the_error_of_its_row(
+    write_jsonl: Callable[..., str], tokenizer: Any, images: Any
+) -> None:
+    path = write_jsonl([{"input": "an <audio>"}, {"input": "see <image>", "images": images}])
+    chat = settings(path, apply_chat_template=True)
+    keyed = dataclasses.replace(chat, multimodal_keys={"image": "images"})
+    with pytest.raises(DataError, match=r"prompts.jsonl:2: key 'input': a <image> mark, and the row has no image"):
+        open_prompts(keyed, tokenizer)
+    assert len(open_prompts(dataclasses.replace(keyed, skip_bad_rows=True), tokenizer)) == 1
+    assert len(open_prompts(chat, tokenizer)) == 2, "without --multimodal-keys it is text"
+
+
 def test_without_shuffle_rows_come_in_file_order_epoch_after_epoch(
     write_jsonl: Callable[..., str], tokenizer: Any
 ) -> None:

@@ -6,6 +6,7 @@ the prompt as Python writes it, or not at all. So what is no text is an error he
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 from relax_data.errors import DataError
@@ -18,7 +19,14 @@ _MAY_BE_SILENT = ("tool_calls", "function_call", "reasoning_content", "thinking"
 _MARK = re.compile(r"<(image|video|audio)>")
 
 
-def read_messages(value: Any, system: str | None, multimodal: dict[str, Any], template: str, where: str) -> Messages:
+def read_messages(
+    value: Any,
+    system: str | None,
+    multimodal: dict[str, Any],
+    template: str,
+    where: str,
+    modalities: Collection[str] = (),
+) -> Messages:
     """Chat messages of a row, as a template is given them.
 
     A string is one user message, unless it holds the JSON of a list of messages. Content that is a list of texts alone
@@ -31,9 +39,11 @@ def read_messages(value: Any, system: str | None, multimodal: dict[str, Any], te
         multimodal: items by modality, to be put where their marks stand.
         template: source of the chat template; a role that is none of :data:`ROLES` must occur in it.
         where: file, line and key, for errors.
+        modalities: that ``--multimodal-keys`` names; a mark of one needs an item.
 
     Raises:
-        DataError: it is no list of messages, or a role, content or part of one is not of a kind that can be rendered.
+        DataError: it is no list of messages, or a role, content or part of one is not of a kind that can be rendered;
+            or marks and items do not go together.
     """
     if isinstance(value, str):
         parsed = parsed_json(value) if value.lstrip().startswith("[") else None
@@ -43,7 +53,12 @@ def read_messages(value: Any, system: str | None, multimodal: dict[str, Any], te
     messages = [_message(m, template, f"{where}, message {i + 1}") for i, m in enumerate(value)]
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    return _place_items(messages, multimodal, where) if multimodal else messages
+    if multimodal:
+        return _place_items(messages, multimodal, where)
+    for text in (m["content"] for m in messages if isinstance(m["content"], str)):
+        if lone := next((mark[1] for mark in _MARK.finditer(text) if mark[1] in modalities), None):
+            raise DataError(f"{where}: a <{lone}> mark, and the row has no {lone} under the key of --multimodal-keys")
+    return messages
 
 
 def read_tools(value: Any, where: str) -> list[dict[str, Any]]:

@@ -286,7 +286,9 @@ class PromptBuilder:
         if s.apply_chat_template:
             where = f"{source}: key {s.input_key!r}"
             template = str(getattr(self._tokenizer, "chat_template", ""))
-            messages = read_messages(value, s.system_prompt, multimodal, template, where)
+            messages = read_messages(
+                value, s.system_prompt, multimodal, template, where, (s.multimodal_keys or {}).keys()
+            )
             text = self._render(messages, row, source)
             check_rendered(messages, text, where)
         elif isinstance(value, str):

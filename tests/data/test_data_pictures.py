@@ -106,6 +106,7 @@ def test_a_typed_mark_of_a_picture_without_one_is_the_error_of_its_row(folder: P
     data.write_text("\n".join(json.dumps({"input": text}) for text in ("what is <|image_pad|>?", "what?")))
     settings = DataSettings(prompt_data=(str(data),), apply_chat_template=True, multimodal_keys={"image": "images"})
     token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert isinstance(token, int)
     with pytest.raises(DataError, match=rf"jsonl:1: the prompt has token {token}, which .* a picture.*--skip-bad-rows"):
         open_prompts(settings, tokenizer, processor=pool, picture_token=token)
     skipping = dataclasses.replace(settings, skip_bad_rows=True)

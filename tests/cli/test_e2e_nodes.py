@@ -1,5 +1,6 @@
 """Both modes over two nodes of a Ray cluster: ranks and an engine on each, an engine and a node that die, a resume."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,10 @@ LAUNCH = "relax_rollout.engines.sglang.process.launch"
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    # A Ray that tests before have started in this process left variables here that keep one on 127.0.0.1.
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        monkeypatch.delenv(name)
     found = Cluster(cpus=6)
     try:
         found.start_node()

@@ -26,6 +26,8 @@ def test_a_known_argument_is_parsed_by_its_type() -> None:
         ("max-running-requests", ["many"], "--sglang-max-running-requests takes an integer, not 'many'"),
         ("max-running-requests", [], "takes one value, but got 0"),
         ("max-running-requests", ["1", "2"], "takes one value, but got 2"),
+        ("page-size", ["0"], "--sglang-page-size is 0; it must be at least 1, or left out"),
+        ("max-total-tokens", ["-5"], "--sglang-max-total-tokens is -5; it must be at least 1, or left out"),
         ("disable-radix-cache", ["true"], "--sglang-disable-radix-cache takes no value"),
         ("attention-backend", ["tritn"], "must be one of triton"),
         ("log-level", ["nope"], "--sglang-log-level is nope; it must be one of debug, info, warning, error, critical"),

@@ -137,6 +137,20 @@ _WORDS = {"log-level": _LOG_LEVELS, "log-level-http": ("trace", *_LOG_LEVELS)}
 """Values, in small or capital letters, that the server takes and its parser does not know: a wrong one ends it late."""
 
 
+_AT_LEAST_ONE = frozenset(
+    {
+        "page-size",
+        "max-running-requests",
+        "max-total-tokens",
+        "max-prefill-tokens",
+        "num-continuous-decode-steps",
+        "tokenizer-worker-num",
+        "cuda-graph-max-bs",
+    }
+)
+"""Sizes and counts that SGLang takes at its word, and then divides by or waits for: 0 is none of them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ServerArgument:
     """One argument of SGLang's server.
@@ -201,6 +215,9 @@ class ServerArgument:
             value = _CONVERTERS[self.kind](word)
         except (ValueError, RecursionError):
             raise ValueError(f"{self.flag} takes {_KINDS[self.kind]}, not {word!r}") from None
+        number = word.strip().lstrip("-").isdecimal() and len(word) < 20
+        if number and int(word) < 1 and (self.alias_of or self.name) in _AT_LEAST_ONE:
+            raise ValueError(f"{self.flag} is {word}; it must be at least 1, or left out")
         words = _WORDS.get(self.name, ())
         if (self.choices and value not in self.choices) or (words and word.lower() not in words):
             raise ValueError(f"{self.flag} is {word}; it must be one of {', '.join(map(str, self.choices or words))}")

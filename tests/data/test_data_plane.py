@@ -5,6 +5,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -348,6 +349,13 @@ def test_too_few_cpus_for_another_start_is_an_error_not_a_hang(
         transfer_queue("many", units=1000)
 
 
+def _check_for(plane: Any, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        plane.check()
+        time.sleep(0.2)
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_storage_unit_that_dies_is_an_error_that_says_what_to_do(
@@ -366,7 +374,7 @@ def test_a_storage_unit_that_dies_is_an_error_that_says_what_to_do(
     os.kill(stopped, signal.SIGSTOP)  # as a part is that waits for the dead one
     try:
         with pytest.raises(PlaneFailed, match=r"failed: TransferQueueStorageUnit#1 has died\. .* its rows are lost"):
-            plane.check()
+            _check_for(plane, SECONDS)  # ray.kill() does not wait for the end
     finally:
         os.kill(stopped, signal.SIGCONT)
     with pytest.raises(PlaneFailed, match="during fetch: TransferQueueStorageUnit#1 has died"):

@@ -195,7 +195,8 @@ def _step_of(folder, recompute, fused):  # type: ignore[no-untyped-def]
     metrics, left = memory_left(model, lambda: runs.gradient(batch, columns))
     # Tables of cosines and sines belong to the micro-batch, which attention holds on to until the next one.
     tables = 2 * sum(len(row) for row in batch.tokens) * 16 * 4
-    assert left < tables + 2048, (folder, recompute, left, tables)
+    # So do the indices by which it gathers documents of similar length. One residual stream that is left is 3.5 kB.
+    assert left < tables + 3072, (folder, recompute, left, tables)
     metrics["log_prob"] = float(np.concatenate(runs.log_probs(batch)).sum())
     grads = {name: p.main_grad.clone() for name, p in model.gpt[0].named_parameters()}
     teardown_parallel()

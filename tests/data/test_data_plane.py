@@ -349,10 +349,11 @@ def test_too_few_cpus_for_another_start_is_an_error_not_a_hang(
         transfer_queue("many", units=1000)
 
 
-def _check_for(plane: Any, seconds: float) -> None:
-    end = time.monotonic() + seconds
+def _until_it_fails(call: Callable[[], object]) -> None:
+    """Calls again and again: ``ray.kill()`` does not wait for the end, and until then the process answers."""
+    end = time.monotonic() + SECONDS
     while time.monotonic() < end:
-        plane.check()
+        call()
         time.sleep(0.2)
 
 
@@ -374,11 +375,11 @@ def test_a_storage_unit_that_dies_is_an_error_that_says_what_to_do(
     os.kill(stopped, signal.SIGSTOP)  # as a part is that waits for the dead one
     try:
         with pytest.raises(PlaneFailed, match=r"failed: TransferQueueStorageUnit#1 has died\. .* its rows are lost"):
-            _check_for(plane, SECONDS)  # ray.kill() does not wait for the end
+            _until_it_fails(plane.check)
     finally:
         os.kill(stopped, signal.SIGCONT)
     with pytest.raises(PlaneFailed, match="during fetch: TransferQueueStorageUnit#1 has died"):
-        plane.fetch(ids, ["x"])
+        _until_it_fails(lambda: plane.fetch(ids, ["x"]))
     impatient = transfer_queue("dying", call_seconds=2)
     with pytest.raises(PlaneFailed, match=r"TransferQueueStorageUnit#1 has died \(no answer within 2 s\)") as caught:
         impatient.take("a", ["x"], 8, timeout=SECONDS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from relax_rollout.engines.sglang.inflight import InflightRequests
 from relax_rollout.engines.sglang.transport import Transport
 from relax_rollout.engines.sglang.waves import WaveRefused, Waves
 
@@ -15,7 +16,8 @@ def client(answer: Callable[[httpx.Request], Any]) -> tuple[Transport, Waves]:
     transport = Transport("http://127.0.0.1:1", name="engine0")
     transport._http = httpx.AsyncClient(base_url=transport.url, transport=httpx.MockTransport(answer))
     transport._loop = asyncio.get_running_loop()
-    return transport, Waves(transport, timeout_s=30.0)
+    inflight = InflightRequests(transport, silence_deadline_s=30.0)
+    return transport, Waves(transport, timeout_s=30.0, abandon=inflight.abandon)
 
 
 def body(rid: str) -> dict[str, Any]:
@@ -73,12 +75,16 @@ async def test_whoever_waits_for_a_client_that_is_closed_hears_of_it() -> None:
     await transport.close()
 
 
-async def test_an_abort_that_overtakes_its_call_is_sent_again() -> None:
+@pytest.mark.parametrize("lost", [False, True])
+async def test_an_abort_that_overtakes_its_call_is_sent_again(lost: bool) -> None:
+    """And the other request does not wait for it."""
     aborted, arrived, go = [], asyncio.Event(), asyncio.Event()
 
     async def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/abort_request":
             aborted.append(json.loads(request.content)["rid"])
+            if lost:
+                await asyncio.Event().wait()
             return httpx.Response(200)
         arrived.set()
         await go.wait()
@@ -90,5 +96,6 @@ async def test_an_abort_that_overtakes_its_call_is_sent_again() -> None:
     second.cancel()
     go.set()
     assert (await first)[0]["text"] == "a"
+    await asyncio.sleep(0.01)
     assert aborted == ["s1"]
     await transport.close()

@@ -73,7 +73,7 @@ class SGLangEngine:
         self._generate_timeout_s, self._control_timeout_s = generate_timeout_s, control_timeout_s
         self._update_timeout_s = update_timeout_s
         self._inflight = InflightRequests(self._transport, silence_deadline_s=silence_deadline_s)
-        self._waves = Waves(self._transport, timeout_s=generate_timeout_s)
+        self._waves = Waves(self._transport, timeout_s=generate_timeout_s, abandon=self._inflight.abandon)
         self._version: WeightVersion | None = None
         self._asking: asyncio.Task[WeightVersion] | None = None
         self._released: set[MemoryTag] = set()
@@ -128,12 +128,12 @@ class SGLangEngine:
             except asyncio.CancelledError:
                 if inflight.failure is not None:
                     raise inflight.failure from None
-                self._inflight.abandon(inflight)
+                self._inflight.abandon(inflight.server_rid)
                 raise
             except TimeoutError as error:
                 if not inflight.task.cancelled():
                     raise
-                self._inflight.abandon(inflight)
+                self._inflight.abandon(inflight.server_rid)
                 raise TimeoutError(
                     f"{self._name}: request {request.rid} was not finished after {self._generate_timeout_s:.0f} s"
                 ) from error
@@ -191,13 +191,9 @@ class SGLangEngine:
         async with self._transport.stream("/generate", body, timeout_s=self._generate_timeout_s) as answer:
             if answer.status != 200:
                 read_answer(answer.status, await answer.read(), self._name)
-            async for line in answer.lines():
-                data = line.removeprefix("data: ").strip()
-                if not data or data == "[DONE]":
-                    continue
-                chunk = json.loads(data)
+            async for chunk in answer.events():
                 if "error" in chunk:
-                    read_answer(int(chunk["error"].get("code", 400)), data.encode(), self._name)
+                    read_answer(int(chunk["error"].get("code", 400)), json.dumps(chunk).encode(), self._name)
                 builder.add(chunk)
                 raise_refusal(chunk["meta_info"].get("finish_reason") or {}, self._name)
 

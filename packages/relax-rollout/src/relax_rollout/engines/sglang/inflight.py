@@ -81,12 +81,12 @@ class InflightRequests:
             found.aborted = True
             await self._abort({"rid": found.server_rid})
 
-    def abandon(self, inflight: InflightRequest) -> None:
+    def abandon(self, server_rid: str) -> None:
         """Ends a request at the server that nobody waits for any more; the server itself would notice after seconds."""
 
         async def end() -> None:
             with contextlib.suppress(Exception):
-                await self._abort({"rid": inflight.server_rid})
+                await self._abort({"rid": server_rid})
 
         task = asyncio.get_running_loop().create_task(end())
         self._abandoning.add(task)

@@ -235,6 +235,13 @@ class StreamedAnswer:
             return await self._response.aread()
         raise AssertionError("a failed read raises")
 
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """The JSON of its server-sent events as they come; errors of :meth:`Transport.call`."""
+        async for line in self.lines():
+            data = line.removeprefix("data: ").strip()
+            if data and data != "[DONE]":
+                yield json.loads(data)
+
     async def lines(self) -> AsyncIterator[str]:
         """Its lines as they come; errors of :meth:`Transport.call`.
 

@@ -9,7 +9,7 @@ it is finished, so that the first finished is the first to return, as with calls
 import asyncio
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from relax_rollout.engines.sglang.messages import list_body, raise_refusal, read_answer
@@ -41,14 +41,15 @@ class _Asked:
 class Waves:
     """Gathers the requests of one client that start at the same time, and sends them."""
 
-    def __init__(self, transport: Transport, *, timeout_s: float) -> None:
+    def __init__(self, transport: Transport, *, timeout_s: float, abandon: Callable[[str], None]) -> None:
         """Stores where they go.
 
         Args:
             transport: to the server.
             timeout_s: longest time without a single response of a call.
+            abandon: tells the server, without waiting, that nobody waits for the request of an id.
         """
-        self._transport, self._timeout_s = transport, timeout_s
+        self._transport, self._timeout_s, self._abandon = transport, timeout_s, abandon
         self._waiting: list[_Asked] = []
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -126,14 +127,10 @@ class Waves:
             for asked in wave:
                 # An abort that overtook the call was lost at the server, which would generate for nobody.
                 if asked.answer.cancelled():
-                    await self._transport.call("POST", "/abort_request", body={"rid": asked.body["rid"]})
-            async for line in answer.lines():
-                data = line.removeprefix("data: ").strip()
-                if not data or data == "[DONE]":
-                    continue
-                piece = json.loads(data)
+                    self._abandon(asked.body["rid"])
+            async for piece in answer.events():
                 if "error" in piece:
-                    self._refused(int(piece["error"].get("code", 400)), data.encode())
+                    self._refused(int(piece["error"].get("code", 400)), json.dumps(piece).encode())
                 running -= self._take(wave[piece["index"]], piece)
                 if not running:
                     return

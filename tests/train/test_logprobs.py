@@ -7,7 +7,8 @@ import pytest
 import relax_train.algorithms.logprobs as logprobs
 import torch
 import torch.distributed as dist
-from relax_train.algorithms.logprobs import effective_temperature, token_log_probs
+from relax_train.algorithms.logprobs import effective_temperature
+from train.whole_logits import token_log_probs
 
 
 def naive(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

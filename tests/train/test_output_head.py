@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from relax_train.algorithms import output_head
-from relax_train.algorithms.logprobs import token_log_probs
 from relax_train.algorithms.output_head import head_log_probs, head_loss
+from train.whole_logits import token_log_probs
 
 VOCAB, REAL, HIDDEN, ROWS = 24, 21, 6, 17
 

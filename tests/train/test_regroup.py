@@ -10,12 +10,12 @@ import torch
 from relax_data.types import StepManifest, TrainBatch
 from relax_train.algorithms.advantages import advantage_inputs, compute_advantages
 from relax_train.algorithms.estimators import group_normalized
-from relax_train.algorithms.logprobs import token_log_probs
 from relax_train.algorithms.losses import Documents, metric_names, policy_loss, token_weights
 from relax_train.algorithms.output_head import head_log_probs
 from relax_train.algorithms.registry import ADVANTAGES, LOSSES
 from relax_train.batching import Split, build_micro_batch
 from relax_train.settings.algorithm import AlgorithmSettings
+from train.whole_logits import token_log_probs
 
 N = 6
 VOCAB = 11

@@ -3,10 +3,10 @@
 The output layer is multiplied with a number of tokens at a time (:data:`CHUNK_BYTES` of logits), at the positions that
 are asked for and no others. What is kept for the backward pass is of the size of the hidden states.
 
-:func:`head_log_probs` gives log-probabilities like :func:`relax_train.algorithms.logprobs.token_log_probs`; its
-backward pass computes the logits a second time. :func:`head_loss` is for a loss that is a sum over tokens: each chunk's
-loss is differentiated while its logits are there, so that nothing is computed twice (the idea of liger-kernel's fused
-linear cross-entropy, arXiv 2410.10989 section 3.2, for any such loss).
+:func:`head_log_probs` gives log-probabilities; its backward pass computes the logits a second time. :func:`head_loss`
+is for a loss that is a sum over tokens: each chunk's loss is differentiated while its logits are there, so that
+nothing is computed twice (the idea of liger-kernel's fused linear cross-entropy, arXiv 2410.10989 section 3.2, for
+any such loss).
 """
 
 from collections.abc import Callable

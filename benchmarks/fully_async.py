@@ -16,16 +16,13 @@ FOLDER/runs/colocate` says what the model makes of the same run.
 
 import argparse
 import json
+import re
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from partial_rollout import EXAMPLE, HOOKS, ROOT
+from partial_rollout import EXAMPLE, prepare, task_parser, train
 
 GPU = torch.cuda.is_available()
 TRAINER = ("fetch", "log_probs", "ref_log_probs", "train", "train_wait")
@@ -34,14 +31,23 @@ RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
 PUSH = ("pause", "weight_update", "sleep_wake", "resume")
 
 
+def way_of(text: str) -> str:
+    """A way of the command line."""
+    if not re.fullmatch(r"colocate|(partial|async):\d+", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: colocate, partial:N or async:N is expected, N being --max-staleness"
+        )
+    return text
+
+
 def split(way: str) -> tuple[str, int]:
     """Mode and staleness of ``async:2``."""
     mode, _, staleness = way.partition(":")
-    if mode not in ("colocate", "partial", "async") or (staleness and not staleness.isdecimal()):
-        raise argparse.ArgumentTypeError(
-            f"{way!r}: colocate, partial:N or async:N is expected, N being --max-staleness"
-        )
     return mode, int(staleness or 0)
+
+
+def run_name(way: str) -> str:
+    return way.replace(":", "-")
 
 
 def words(way: str, arguments: argparse.Namespace) -> list[str]:
@@ -50,8 +56,6 @@ def words(way: str, arguments: argparse.Namespace) -> list[str]:
     generating = arguments.rollout_num_gpus if mode == "async" else 0
     training = arguments.gpus - generating if GPU else 0
     groups = arguments.batch * (staleness + 1)
-    if arguments.depth is not None:
-        groups = min(groups, arguments.depth * arguments.batch)
     options = ["--fully-async" if mode == "async" else "--colocate", "--actor-num-gpus-per-node", str(training)]
     if mode == "async":
         options += ["--rollout-num-gpus", str(generating)] if GPU else []
@@ -87,24 +91,9 @@ def warm_up(way: str) -> int:
     return split(way)[1] + 1
 
 
-def run(way: str, arguments: argparse.Namespace, folder: Path) -> None:
-    """One run; leaves its metrics in ``folder``."""
-    name = way.replace(":", "-")
-    command = [sys.executable, "-m", "relax_cli.main", "train", *words(way, arguments), "--tb-experiment-name", name]
-    began = time.monotonic()
-    log = folder / f"{name}.log"
-    with log.open("w") as out:
-        done = subprocess.run(command, cwd=folder, stdout=out, stderr=subprocess.STDOUT)
-    if done.returncode:
-        sys.exit(f"{way}: exit {done.returncode}\n{log.read_text()[-3000:]}")
-    print(f"{way}: {time.monotonic() - began:.0f} s with the start", flush=True)
-
-
 def figures(way: str, arguments: argparse.Namespace, folder: Path) -> dict[str, float] | None:
-    """Means over the steps that are counted, from ``metrics.jsonl``; None for a way that has not run."""
-    path = folder / "runs" / way.replace(":", "-") / "metrics.jsonl"
-    if not path.exists():
-        return None
+    """Means over the steps that are counted, from ``metrics.jsonl``; None for a way that has none."""
+    path = folder / "runs" / run_name(way) / "metrics.jsonl"
     rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
     steps = [row for row in rows if "time/step" in row][warm_up(way) :]
     if not steps:
@@ -152,31 +141,22 @@ def report(found: dict[str, dict[str, float]]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-dir", type=Path, help="a Hugging Face folder; default: the model of the example")
-    parser.add_argument("--shape", choices=["dense", "4b"], help="a random Qwen3: of 0.6 B (tiny on CPU), or of 4 B")
+    parser = task_parser(__doc__)
     parser.add_argument(
-        "--ways", nargs="+", default=["colocate", "partial:1", "async:2"], help="colocate, partial:N, async:N"
+        "--ways",
+        nargs="+",
+        type=way_of,
+        default=["colocate", "partial:1", "async:2"],
+        help="colocate, partial:N, async:N",
     )
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="in all; default: those there are")
     parser.add_argument("--rollout-num-gpus", type=int, help="of them that generate with async; default: half")
-    parser.add_argument("--mean-tokens", type=float, default=64.0, help="mean of the lengths, before the cap")
     parser.add_argument("--spread", type=float, default=0.0, help="standard deviation of their logarithm; 0: all alike")
     parser.add_argument("--cap-tokens", type=int, help="longest response; default: the mean")
-    parser.add_argument("--batch", type=int, default=8, help="prompts a step")
-    parser.add_argument("--samples", type=int, default=4, help="responses a prompt")
-    parser.add_argument("--depth", type=float, help="most prompts open at once, in batches; default: the staleness + 1")
     parser.add_argument("--max-running-requests", type=int, default=512, help="of an engine")
     parser.add_argument("--rollouts", type=int, default=20, help="that are counted")
     parser.add_argument("--mem-fraction", type=float, default=0.6, help="of a shared GPU's memory, for the engine")
-    parser.add_argument("--out", type=Path, help="keep model, logs and metrics here")
-    parser.add_argument("options", nargs="*", help="further options of `relax train`, after `--`")
     arguments = parser.parse_args()
-    for way in arguments.ways:
-        try:
-            split(way)
-        except argparse.ArgumentTypeError as error:
-            parser.error(str(error))
     if GPU and arguments.gpus < 2:
         parser.error("two GPUs are needed: one that trains and one that generates")
     arguments.rollout_num_gpus = arguments.rollout_num_gpus or arguments.gpus // 2
@@ -186,22 +166,13 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    folder = (arguments.out or Path(tempfile.mkdtemp(prefix="relax-async-"))).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    if arguments.shape is not None:
-        sys.path.insert(0, str(ROOT / "tests"))
-        from cli.gpu_layouts_check import make_model
-
-        arguments.model_dir = folder / f"model-{arguments.shape}"
-        if not (arguments.model_dir / "config.json").exists():
-            make_model(arguments.shape, arguments.model_dir)
-    hooks = HOOKS.format(folder=str(EXAMPLE), mean=arguments.mean_tokens, spread=arguments.spread)
-    (folder / "bench_hooks.py").write_text(hooks)
-    for way in arguments.ways:
-        run(way, arguments, folder)
-    every = {way: figures(way, arguments, folder) for way in arguments.ways}
+    folder = prepare(arguments)
+    for each in arguments.ways:
+        train(words(each, arguments), run_name(each), folder)
     print(f"logs in {folder}")
-    report({way: column for way, column in every.items() if column is not None})
+    there = sorted(path.name.replace("-", ":") for path in (folder / "runs").iterdir())
+    every = {each: figures(each, arguments, folder) for each in there}
+    report({each: column for each, column in every.items() if column is not None})
 
 
 if __name__ == "__main__":

@@ -123,18 +123,22 @@ def setting_words(setting: str, arguments: argparse.Namespace) -> list[str]:
     return [keep, "--over-sampling-batch-size", str(depth), "--max-staleness", str(arguments.max_staleness)]
 
 
-def run(setting: str, arguments: argparse.Namespace, folder: Path) -> None:
-    """One run; leaves its metrics in ``folder``."""
-    words = ["--colocate", *task_words(setting, arguments, folder), *setting_words(setting, arguments)]
-    command = [sys.executable, "-m", "relax_cli.main", "train", *words, "--tb-experiment-name", setting]
+def train(words: Sequence[str], name: str, folder: Path) -> None:
+    """One run of `relax train`; leaves its metrics in ``runs/NAME`` of ``folder``. A failure ends this program."""
+    command = [sys.executable, "-m", "relax_cli.main", "train", *words, "--tb-experiment-name", name]
     began = time.monotonic()
-    log = folder / f"{setting}.log"
+    log = folder / f"{name}.log"
     with log.open("w") as out:
         done = subprocess.run(command, cwd=folder, stdout=out, stderr=subprocess.STDOUT)
     if done.returncode:
-        sys.exit(f"{setting}: exit {done.returncode}\n{log.read_text()[-3000:]}")
-    took = time.monotonic() - began
-    print(f"{setting}: {rollouts(setting, arguments)} rollouts, {took:.0f} s with the start", flush=True)
+        sys.exit(f"{name}: exit {done.returncode}\n{log.read_text()[-3000:]}")
+    print(f"{name}: {time.monotonic() - began:.0f} s with the start", flush=True)
+
+
+def run(setting: str, arguments: argparse.Namespace, folder: Path) -> None:
+    """The run of a setting."""
+    words = ["--colocate", *task_words(setting, arguments, folder), *setting_words(setting, arguments)]
+    train(words, setting, folder)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,17 +245,41 @@ def report(found: dict[str, Figures]) -> bool:
     return ratio >= GOAL and not apart > REWARD_GOAL
 
 
-def parse() -> argparse.Namespace:
-    """Reads the command line and fills in what follows from it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def task_parser(description: str | None) -> argparse.ArgumentParser:
+    """A command line with the options of a task of forced lengths, which :func:`prepare` lays out."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-dir", type=Path, help="a Hugging Face folder; default: the model of the example")
     parser.add_argument("--shape", choices=["dense", "4b"], help="a random Qwen3: of 0.6 B (tiny on CPU), or of 4 B")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--mean-tokens", type=float, default=64.0, help="mean of the lengths, before the cap")
-    parser.add_argument("--spread", type=float, default=1.5, help="standard deviation of their logarithm")
-    parser.add_argument("--cap-tokens", type=int, default=1000, help="longest response")
     parser.add_argument("--batch", type=int, default=8, help="prompts a step")
     parser.add_argument("--samples", type=int, default=4, help="responses a prompt")
+    parser.add_argument("--out", type=Path, help="keep model, logs and metrics here")
+    parser.add_argument("options", nargs="*", help="further options of `relax train`, after `--`")
+    return parser
+
+
+def prepare(arguments: argparse.Namespace) -> Path:
+    """The folder of the runs, with the model and the functions that they ask for."""
+    folder: Path = (arguments.out or Path(tempfile.mkdtemp(prefix="relax-benchmark-"))).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.shape is not None:
+        sys.path.insert(0, str(ROOT / "tests"))
+        from cli.gpu_layouts_check import make_model
+
+        arguments.model_dir = folder / f"model-{arguments.shape}"
+        if not (arguments.model_dir / "config.json").exists():
+            make_model(arguments.shape, arguments.model_dir)
+    hooks = HOOKS.format(folder=str(EXAMPLE), mean=arguments.mean_tokens, spread=arguments.spread)
+    (folder / "bench_hooks.py").write_text(hooks)
+    return folder
+
+
+def parse() -> argparse.Namespace:
+    """Reads the command line and fills in what follows from it."""
+    parser = task_parser(__doc__)
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--spread", type=float, default=1.5, help="standard deviation of their logarithm")
+    parser.add_argument("--cap-tokens", type=int, default=1000, help="longest response")
     parser.add_argument("--depth", type=int, help="prompts that partial has open at once; default: 2.5 times the batch")
     parser.add_argument("--restart-depth", type=int, help="prompts that restart has open; default: 2.5 times the batch")
     parser.add_argument("--max-staleness", type=int, default=4)
@@ -261,8 +289,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-eval", action="store_true", help="no held-out rewards")
     parser.add_argument("--eval-samples", type=int, default=8, help="responses to a held-out prompt")
     parser.add_argument("--mem-fraction", type=float, default=0.5, help="share of the GPU's memory for the engine")
-    parser.add_argument("--out", type=Path, help="keep model, logs and metrics here")
-    parser.add_argument("options", nargs="*", help="further options of `relax train`, after `--`")
     arguments = parser.parse_args()
     if (arguments.model_dir or arguments.shape) and not arguments.no_eval:
         parser.error("a model other than that of the example is measured for speed alone: add --no-eval")
@@ -274,17 +300,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    folder = (arguments.out or Path(tempfile.mkdtemp(prefix="relax-partial-"))).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    if arguments.shape is not None:
-        sys.path.insert(0, str(ROOT / "tests"))
-        from cli.gpu_layouts_check import make_model
-
-        arguments.model_dir = folder / f"model-{arguments.shape}"
-        if not (arguments.model_dir / "config.json").exists():
-            make_model(arguments.shape, arguments.model_dir)
-    hooks = HOOKS.format(folder=str(EXAMPLE), mean=arguments.mean_tokens, spread=arguments.spread)
-    (folder / "bench_hooks.py").write_text(hooks)
+    folder = prepare(arguments)
     for setting in arguments.settings:
         run(setting, arguments, folder)
     every = {setting: load(setting, arguments, folder) for setting in SETTINGS}

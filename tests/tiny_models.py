@@ -35,3 +35,13 @@ def random_model(family: str, options: dict[str, Any]) -> Any:
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.1)  # so that attention is no mean over all tokens
     return model
+
+
+def disturb(model: Any, seed: int = 1) -> None:
+    """Changes every weight of a model, as a step of training does; the same way for a seed."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)

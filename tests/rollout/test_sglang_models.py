@@ -20,6 +20,7 @@ from relax_rollout.engines.sglang.settings import SGLangSettings
 from relax_rollout.weight_sync import push
 from relax_rollout.weight_sync.ranks import OneRank
 from relax_rollout.weight_sync.value import send_values
+from tiny_models import disturb
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -89,13 +90,6 @@ def largest_error(model: Any, result: GenerateResult) -> float:
     expected = torch.log_softmax(model(torch.tensor([PROMPT + result.tokens])).logits[0], -1)
     first = len(PROMPT) - 1
     return max(abs(float(expected[first + i, t]) - result.log_probs[i]) for i, t in enumerate(result.tokens))
-
-
-@torch.no_grad()
-def disturb(model: Any) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
 
 def exported(model: Any) -> list[tuple[str, torch.Tensor]]:

@@ -22,6 +22,7 @@ from relax_rollout.generation.generate import GenerationContext
 from relax_rollout.weight_sync import push
 from relax_rollout.weight_sync.ranks import OneRank
 from relax_rollout.weight_sync.value import send_values
+from tiny_models import disturb
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -60,13 +61,6 @@ def largest_error(model: Any, sample: Sample) -> float:
     first = len(sample.prompt.input_ids) - 1
     pairs = zip(sample.tokens, sample.log_probs, strict=True)
     return max(abs(float(expected[first + i, token]) - given) for i, (token, given) in enumerate(pairs))
-
-
-@torch.no_grad()
-def disturb(model: Any) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
 
 def exported(model: Any) -> list[tuple[str, torch.Tensor]]:

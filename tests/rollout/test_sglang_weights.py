@@ -27,6 +27,7 @@ from relax_rollout.weight_sync.ipc import share
 from relax_rollout.weight_sync.ranks import OneRank, TorchRanks
 from relax_rollout.weight_sync.transports import make_transport
 from relax_rollout.weight_sync.value import send_values
+from tiny_models import disturb
 
 PROMPT = [10, 11, 12, 13, 14]
 BUCKET_BYTES = 100_000
@@ -49,13 +50,6 @@ async def push_weights(
 ) -> PushReport:
     """From one process and by value, with the client of the test."""
     return await push.push_weights([engine], buckets, version, send=send_values, ranks=OneRank(), mode=mode)
-
-
-@torch.no_grad()
-def disturb(model: Any, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
 
 async def disagreement(engine: SGLangEngine, model: Any, version: int) -> float:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,20 +106,39 @@ def words(name: str, folder: Path, rollouts: int) -> list[str]:
     ]
 
 
+class RunFailed(Exception):
+    """A run ended with an error; the text says how."""
+
+
+def train(options: list[str], folder: Path, name: str) -> list[dict[str, Any]]:
+    """One run of `relax train` in ``folder``; gives the metrics of its steps, and leaves its output in a file."""
+    command = [sys.executable, "-m", "relax_cli.main", "train", *options, "--tb-experiment-name", name]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
+    (folder / f"{name}.log").write_text(done.stdout + done.stderr)
+    if done.returncode:
+        raise RunFailed(f"FAIL {name}, exit {done.returncode}: {done.stdout[-500:]}{done.stderr[-500:]}")
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "time/step" in row]
+
+
+def report(names: list[str], run: Callable[[str], str]) -> bool:
+    """Runs each and prints its figures, or what went wrong; True when all are sound."""
+    results = []
+    for name in names:
+        began = time.monotonic()
+        try:
+            results.append(run(name))
+        except RunFailed as error:
+            results.append(str(error))
+        print(f"{name:12} {results[-1]} ({time.monotonic() - began:.0f} s)", flush=True)
+    return all(result.startswith("ok") for result in results)
+
+
 def run(name: str, folder: Path, rollouts: int) -> str:
     """One layout: a run, and one that resumes it for a rollout more. Returns its figures, or what went wrong."""
     metrics: list[dict[str, Any]] = []
     for part, length in (("first", rollouts), ("resumed", rollouts + 1)):
-        run_name = f"{name}-{part}"
-        command = [sys.executable, "-m", "relax_cli.main", "train", *words(name, folder, length)]
-        done = subprocess.run(
-            [*command, "--tb-experiment-name", run_name], cwd=folder, capture_output=True, text=True, timeout=900
-        )
-        (folder / f"{run_name}.log").write_text(done.stdout + done.stderr)
-        if done.returncode:
-            return f"FAIL {part} run, exit {done.returncode}: {done.stdout[-500:]}{done.stderr[-500:]}"
-        lines = (folder / "runs" / run_name / "metrics.jsonl").read_text().splitlines()
-        metrics += [row for row in map(json.loads, lines) if "time/step" in row]
+        metrics += train(words(name, folder, length), folder, f"{name}-{part}")
     if [row["step"] for row in metrics] != list(range(rollouts + 1)):
         return f"FAIL rollouts {[row['step'] for row in metrics]}"
     mean = max(row["train/logprob_diff_mean"] for row in metrics)
@@ -147,15 +167,11 @@ def main() -> None:
     names = arguments.only or fitting
     if not names:
         sys.exit(f"no layout has {arguments.gpus} ranks where {ranks} fit")
-    results = []
     for kind in sorted({LAYOUTS[name][0] for name in names}):
         make_model(kind, folder / kind)
-    for name in names:
-        began = time.monotonic()
-        results.append(run(name, folder, arguments.rollouts))
-        print(f"{name:12} {results[-1]} ({time.monotonic() - began:.0f} s)", flush=True)
+    sound = report(names, lambda name: run(name, folder, arguments.rollouts))
     print(f"logs in {folder}")
-    sys.exit(0 if all(r.startswith("ok") for r in results) else "not all layouts are sound")
+    sys.exit(0 if sound else "not all layouts are sound")
 
 
 if __name__ == "__main__":

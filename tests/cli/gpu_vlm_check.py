@@ -9,25 +9,21 @@ the vision tower frozen and trained. Without a GPU a tiny model does it on CPU. 
 
 import argparse
 import importlib
-import json
 import random
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples" / "shapes"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples" / "shapes")]
+
+from cli.gpu_layouts_check import GPU, MEAN_LIMIT, report, train  # noqa: E402
 
 make_task: Any = importlib.import_module("make_task")
 
-GPU = torch.cuda.is_available()
-# As in gpu_layouts_check.py: two sound implementations in bfloat16, or in float32.
-MEAN_LIMIT = 0.015 if GPU else 1e-5
 RUNS: dict[str, list[str]] = {"frozen": [], "trained": ["--no-freeze-vision-model"]}
 
 
@@ -57,20 +53,15 @@ def run(name: str, folder: Path, rollouts: int) -> str:
     """One run. Returns its figures, or what went wrong."""
     where = ["--colocate", "--actor-num-gpus-per-node", "1"] if GPU else []
     engine = ["--sglang-attention-backend", "triton", "--sglang-mem-fraction-static", "0.5"] if GPU else []
-    command = [
-        *(sys.executable, "-m", "relax_cli.main", "train", "--hf-checkpoint", "model"),
-        *("--prompt-data", "data/train.parquet", "--label-key", "label", "--rm-type", "exact-match"),
+    options = [
+        *("--hf-checkpoint", "model", "--prompt-data", "data/train.parquet"),
+        *("--label-key", "label", "--rm-type", "exact-match"),
         *("--multimodal-keys", '{"image": "images"}', "--apply-chat-template", "--mm-processor-pool-size", "2"),
         *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "64"),
         *("--num-rollout", str(rollouts), "--lr", "1e-5", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"),
-        *("--tb-experiment-name", name, *where, *engine, *RUNS[name]),
+        *(*where, *engine, *RUNS[name]),
     ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
-    (folder / f"{name}.log").write_text(done.stdout + done.stderr)
-    if done.returncode:
-        return f"FAIL exit {done.returncode}: {done.stdout[-500:]}{done.stderr[-500:]}"
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    metrics = [row for row in map(json.loads, lines) if "time/step" in row]
+    metrics = train(options, folder, name)
     if len(metrics) != rollouts:
         return f"FAIL {len(metrics)} of {rollouts} rollouts"
     mean = max(row["train/logprob_diff_mean"] for row in metrics)
@@ -87,13 +78,9 @@ def main() -> None:
     folder = (arguments.out or Path(tempfile.mkdtemp(prefix="relax-vlm-"))).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     make_model(folder)
-    results = []
-    for name in RUNS:
-        began = time.monotonic()
-        results.append(run(name, folder, arguments.rollouts))
-        print(f"{name:8} {results[-1]} ({time.monotonic() - began:.0f} s)", flush=True)
+    sound = report(list(RUNS), lambda name: run(name, folder, arguments.rollouts))
     print(f"logs in {folder}")
-    sys.exit(0 if all(r.startswith("ok") for r in results) else "pictures are not sound")
+    sys.exit(0 if sound else "pictures are not sound")
 
 
 if __name__ == "__main__":

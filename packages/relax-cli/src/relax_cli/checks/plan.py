@@ -15,7 +15,7 @@ from relax_train.settings.parallel import CHEAP_TO_RECOMPUTE
 from relax_cli.checks.data_checks import data_rows
 from relax_cli.checks.file_checks import nothing_left
 from relax_cli.checks.lengths import context_lengths, micro_batch_tokens
-from relax_cli.checks.size_checks import activations, bf16
+from relax_cli.checks.size_checks import activations, bf16, trainer_bytes
 from relax_cli.checks.staleness_checks import most_open
 from relax_cli.cluster.placement import Placement
 from relax_cli.cluster.slots import slots_needed
@@ -283,9 +283,7 @@ def _memory(config: RunConfig, shape: ModelShape) -> Rows:
 
 
 def _trainer_memory(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows:
-    offload = config.train.parallel.optimizer_cpu_offload
-    vision = not config.train.model.freeze_vision_model
-    device, host = shape.training_bytes(placement, bf16=bf16(config), offload=offload, vision_trained=vision)
+    device, host = trainer_bytes(config, shape, placement)
     rows = [("trainer: weights, gradients, optimizer", f"{_size(device)} a rank, activations come on top")]
     if host:
         rows.append(("trainer: optimizer on the host", f"{_size(host)} a rank"))

@@ -43,6 +43,16 @@ def bf16(config: RunConfig) -> bool:
     return config.placement is None or config.placement.device == "cuda" if chosen is None else chosen
 
 
+def trainer_bytes(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[int, int]:
+    """Bytes of weights, gradients and optimizer on the fullest rank: on its device, and on the host."""
+    return shape.training_bytes(
+        placement,
+        bf16=bf16(config),
+        offload=config.train.parallel.optimizer_cpu_offload,
+        vision_trained=not config.train.model.freeze_vision_model,
+    )
+
+
 def activations(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[Activations, Recompute]:
     """Memory of a micro-batch on one rank, and what of it is computed again (``--recompute-granularity``)."""
     parallel, width = config.train.parallel, 2 if bf16(config) else 4
@@ -82,7 +92,7 @@ def _cache(config: RunConfig, shape: ModelShape, placement: Placement) -> list[s
 
 
 def _trainer(config: RunConfig, shape: ModelShape, placement: Placement) -> list[str]:
-    device, _ = shape.training_bytes(placement, bf16=bf16(config), offload=config.train.parallel.optimizer_cpu_offload)
+    device, _ = trainer_bytes(config, shape, placement)
     tokens = config.train.batch.max_tokens_per_gpu or 0
     memory, chosen = activations(config, shape, placement)
     kept = memory.of(tokens, chosen)

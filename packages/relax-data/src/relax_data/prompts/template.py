@@ -136,31 +136,22 @@ class PromptBuilder:
         """The prompts of those drafts that have pictures, by their place; None for those that are dropped."""
         if self._processor is None:
             return {}
-        futures = {
-            i: self._processor.submit(d.source, d.text, d.multimodal)
-            for i, d in enumerate(drafts)
-            if d is not None and d.multimodal
-        }
+        pictured = {i: d for i, d in enumerate(drafts) if d is not None and d.multimodal}
+        futures = {i: self._processor.submit(d.source, d.text, d.multimodal) for i, d in pictured.items()}
 
-        def finish(draft: Prompt, source: str) -> Prompt | None:
+        def finish(i: int, source: str) -> Prompt | None:
             try:
-                features = futures[places[id(draft)]].result()
+                draft = take_features(pictured[i], futures[i].result())
             except ProcessorCrashed as error:
                 raise DataError(str(error)) from error
-            return self._finish(take_features(draft, features), draft.input_ids)
+            return self._finish(draft, draft.input_ids)
 
-        found: dict[int, Prompt | None] = {}
-        places = {id(draft): i for i, draft in enumerate(drafts)}
         try:
-            for i in futures:
-                draft = drafts[i]
-                assert draft is not None
-                found[i] = self._usable(finish, draft, draft.source)
+            return {i: self._usable(finish, i, draft.source) for i, draft in pictured.items()}
         except DataError:
             for future in futures.values():
                 future.cancel()
             raise
-        return found
 
     def restore(self, prompt: Prompt) -> None:
         """Makes the tensors of a prompt's pictures anew: a checkpoint has their paths or their bytes alone.

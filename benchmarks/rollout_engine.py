@@ -1,16 +1,20 @@
-"""Speed of one SGLang engine: our loop against one list of the same prompts, our client by batch size, a weight push.
+"""Speed of one SGLang engine: our loop against lists of the same prompts, our client by batch size, a weight push.
 
     python benchmarks/rollout_engine.py                       # the arithmetic example, on CPU
     python benchmarks/rollout_engine.py MODEL_FOLDER --device cuda --prompt-data FILE [--label-key answer] \
         [--prompts 32] [--samples 8] [--response-len 512] [--batches 1 8 32 64] [--new-tokens 64]
 
-Starts a server on the model, measures, prints one line a measurement, stops it. The limit: the loop, which collects
-first finished first, scores and can interrupt each response, makes at least 0.95 x the tokens a second of the list.
+Starts a server on the model, measures, prints one line a measurement, stops it. Peers are one call of the server with
+all prompts as a list, and, after the server, SGLang's own offline batch (``sglang.Engine``) with the same arguments and
+prompts. The limit: the loop, which collects first finished first, scores and can interrupt each response, makes at
+least 0.95 x the tokens a second of the list.
 """
 
 import argparse
 import asyncio
+import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -84,22 +88,28 @@ def rollout_loop(engine: SGLangEngine, options: argparse.Namespace) -> RolloutLo
     )
 
 
-async def as_list(http: httpx.AsyncClient, prompts: list[list[int]], new_tokens: int, key: str) -> int:
-    """Tokens of one call with all prompts; ``key`` keeps it from the prefix cache of the loop."""
-    body = {
+def list_request(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """What SGLang is asked for with all prompts at once."""
+    return {
         "input_ids": prompts,
         "sampling_params": {"max_new_tokens": new_tokens, "temperature": 1.0},
         "return_logprob": True,
-        "extra_key": key,
     }
-    response = await http.post("/generate", json=body)
+
+
+async def as_list(http: httpx.AsyncClient, prompts: list[list[int]], new_tokens: int, key: str) -> int:
+    """Tokens of one call with all prompts; ``key`` keeps it from the prefix cache of the loop."""
+    response = await http.post("/generate", json={**list_request(prompts, new_tokens), "extra_key": key})
     return sum(len(answer["output_ids"]) for answer in response.raise_for_status().json())
 
 
-async def rollouts(server: SGLangServer, engine: SGLangEngine, options: argparse.Namespace) -> float:
-    """Prints tokens a second of rollouts and of lists of the same prompts, in turn; returns their ratio."""
+async def rollouts(
+    server: SGLangServer, engine: SGLangEngine, options: argparse.Namespace
+) -> tuple[dict[str, list[float]], list[list[list[int]]]]:
+    """Tokens a second of rollouts and of lists of the same prompts, in turn; and the prompts of each."""
     loop = rollout_loop(engine, options)
     rates: dict[str, list[float]] = {"loop": [], "list": []}
+    asked = []
     timeout = httpx.Timeout(3600.0)
     async with httpx.AsyncClient(
         base_url=server.url, headers=bearer(server.key), timeout=timeout, trust_env=False
@@ -109,24 +119,78 @@ async def rollouts(server: SGLangServer, engine: SGLangEngine, options: argparse
             result = await loop.generate(number, 0)
             samples = [sample for group in result.groups for sample in group.samples]
             rates["loop"].append(sum(len(s.tokens) for s in samples) / (time.perf_counter() - begin))
-            prompts = [list(sample.prompt.input_ids) for sample in samples]
+            prompts = [list(map(int, sample.prompt.input_ids)) for sample in samples]
+            asked.append(prompts)
             begin = time.perf_counter()
             tokens = await as_list(http, prompts, options.response_len, f"list{number}")
             rates["list"].append(tokens / (time.perf_counter() - begin))
-    for name, all_rates in rates.items():
-        all_rates[:] = all_rates[WARM_UP:]
-        spread = f"of {ROUNDS}: {min(all_rates):.0f} to {max(all_rates):.0f}"
-        print(
-            f"{name} of {options.prompts} x {options.samples}: {statistics.median(all_rates):.0f} tokens/s ({spread})"
-        )
-    ratio = statistics.median(a / b for a, b in zip(rates["loop"], rates["list"], strict=True))
-    print(f"loop / list: {ratio:.2f} (limit: at least {LIMIT})")
-    return ratio
+    return rates, asked
 
 
-async def measure(server: SGLangServer, engine: SGLangEngine, model: Any, options: argparse.Namespace) -> float:
-    """Prints all measurements; returns the ratio of :func:`rollouts`."""
-    ratio = await rollouts(server, engine, options)
+OFFLINE = """
+import json, sys, time
+
+if __name__ == "__main__":
+    with open(sys.argv[1]) as file:
+        order = json.load(file)
+    import sglang
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.server_args import prepare_server_args
+
+    engine = sglang.Engine(server_args=prepare_server_args(order["words"]))
+    for request in order["requests"]:
+        begin = time.perf_counter()
+        tokens = sum(len(answer["output_ids"]) for answer in engine.generate(**request))
+        print("tokens/s", tokens / (time.perf_counter() - begin), flush=True)
+    engine.shutdown()
+"""
+
+
+def offline(server: SGLangServer, asked: list[list[list[int]]], options: argparse.Namespace) -> list[float]:
+    """Tokens a second of SGLang's offline batch, which a process of its own runs; the server is stopped by now.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    order = {
+        "words": server.command()[3:],
+        "requests": [list_request(prompts, options.response_len) for prompts in asked],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        script, told = Path(folder, "offline.py"), Path(folder, "order.json")
+        script.write_text(OFFLINE)
+        told.write_text(json.dumps(order))
+        command = [sys.executable, str(script), str(told)]
+        done = subprocess.run(command, env=server.environment(), capture_output=True, text=True, check=False)
+    rates = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("tokens/s ")]
+    if done.returncode or len(rates) < len(asked):
+        raise RuntimeError(f"SGLang's offline batch ended with {done.returncode}: {done.stderr[-2000:]}")
+    return rates
+
+
+def compare(rates: dict[str, list[float]], options: argparse.Namespace) -> float:
+    """Prints the rates and their ratios; returns that of the loop to the list."""
+    counted = {name: each[WARM_UP:] for name, each in rates.items()}
+    for name, each in counted.items():
+        spread = f"of {ROUNDS}: {min(each):.0f} to {max(each):.0f}"
+        print(f"{name} of {options.prompts} x {options.samples}: {statistics.median(each):.0f} tokens/s ({spread})")
+    ratios = {
+        name: statistics.median(a / b for a, b in zip(counted["loop"], each, strict=True))
+        for name, each in counted.items()
+    }
+    print(f"loop / list: {ratios['list']:.2f} (limit: at least {LIMIT})")
+    if "offline" in ratios:
+        print(f"loop / SGLang's offline batch: {ratios['offline']:.2f}")
+    return ratios["list"]
+
+
+async def measure(
+    server: SGLangServer, engine: SGLangEngine, model: Any, options: argparse.Namespace
+) -> tuple[dict[str, list[float]], list[list[list[int]]]]:
+    """Prints what needs no peer of another process; gives what :func:`rollouts` found."""
+    found = await rollouts(server, engine, options)
     for batch in options.batches:
         await generation(engine, batch, 8)
         rates = [await generation(engine, batch, options.new_tokens) for _ in range(3)]
@@ -144,7 +208,7 @@ async def measure(server: SGLangServer, engine: SGLangEngine, model: Any, option
     size = f"{report.bytes / 2**20:.1f} MiB in {report.buckets} bucket(s)"
     print(f"push of {size}: {statistics.median(times) * 1e3:.0f} ms ({spread})")
     await engine.close()
-    return ratio
+    return found
 
 
 def main() -> int:
@@ -178,9 +242,14 @@ def main() -> int:
         print(f"healthy after {time.perf_counter() - begin:.0f} s; log in {log}")
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device)
         engine = SGLangEngine(server.url, name="engine0", key=server.key, log_path=log, alive=server.alive)
-        ratio = asyncio.run(measure(server, engine, model, options))
+        rates, asked = asyncio.run(measure(server, engine, model, options))
     finally:
         server.stop()
+    del model
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+    rates["offline"] = offline(server, asked, options)
+    ratio = compare(rates, options)
     return 0 if ratio >= LIMIT else 1
 
 

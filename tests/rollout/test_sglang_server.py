@@ -85,7 +85,7 @@ def test_the_gpu_path_does_not_import_the_cpu_part(tmp_path: Path) -> None:
         "import sys; from relax_rollout.engines.sglang.server import SGLangServer;"
         "from relax_rollout.engines.sglang.settings import SGLangSettings;"
         "s = SGLangServer(SGLangSettings(), model_path='m', name='engine0', log_path='l', device='cuda', tp_size=2,"
-        "gpu_ids=[2, 3], enable_memory_saver=True); c = s.command(); e = s._environment();"
+        "gpu_ids=[2, 3], enable_memory_saver=True); c = s.command(); e = s.environment();"
         "assert '--enable-memory-saver' in c and '--device' not in c, c;"
         "assert e['CUDA_VISIBLE_DEVICES'] == '2,3' and 'SGLANG_USE_CPU_ENGINE' not in e;"
         "print([m for m in sys.modules if m in ('relax_rollout.engines.sglang.cpu', 'torch', 'sglang')])"

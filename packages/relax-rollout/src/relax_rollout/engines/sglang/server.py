@@ -219,7 +219,7 @@ class SGLangServer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=self._environment(),
+                env=self.environment(),
                 start_new_session=True,
             )
         self._send_key(self._process.stdin)
@@ -271,7 +271,8 @@ class SGLangServer:
                     progress(f"{waited:.0f} s: {line[:160]}")
                 time.sleep(0.25)
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
+        """The environment variables of the server's process."""
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         interface = interface_of(self.host)
         if interface is not None:

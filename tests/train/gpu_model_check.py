@@ -290,6 +290,7 @@ def sleep_and_wake(run: Big) -> None:
             f"allocated asleep, {freed / 2**30:.2f} GiB given back to the system"
         )
         check(f"sleep and wake, time {time_number}", left < 200 << 20 and freed > 0.9 * (full - (1 << 30)), detail)
+    offload.close()
     check("weights after sleep", same(before, run.weights()), "equal bit for bit")
 
 

@@ -26,6 +26,29 @@ Place = tuple[int, int, int, int]
 """A part of a thing: where it begins in the thing, its length, its chunk and where it begins there, in bytes."""
 
 
+class _Pages(mmap.mmap):
+    """Memory that is unpinned before it goes, whoever was the last to use it.
+
+    Otherwise the driver keeps its address for pinned, and refuses it to the next allocation that gets it, whose error
+    (cudaErrorAlreadyMapped) then stands where nothing is wrong.
+    """
+
+    _address = 0
+    """Where it is pinned; 0: it is not."""
+
+    def pin(self) -> None:
+        """Pins it for the current device, and for those whose context is made later."""
+        address, portable = torch.frombuffer(self, dtype=torch.uint8).data_ptr(), 1  # cudaHostRegisterPortable
+        code = torch.cuda.cudart().cudaHostRegister(address, len(self), portable)
+        if int(code) != 0:
+            raise RuntimeError(f"cudaHostRegister: {code}")
+        self._address = address
+
+    def __del__(self) -> None:
+        if self._address:
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+
+
 class HostMemory:
     """Chunks of host memory that belong to one owner until :meth:`close`.
 
@@ -38,8 +61,8 @@ class HostMemory:
         threads = max(1, min(THREADS, len(os.sched_getaffinity(0)) - 1))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="host-memory")
         self._sizes: list[int] = []
-        self._touched: list[Future[torch.Tensor]] = []
-        self._ready: list[Future[torch.Tensor]] = []
+        self._touched: list[Future[_Pages]] = []
+        self._ready: list[Future[_Pages]] = []
         self._device: torch.device | None = None
         self._started = 0.0
         self._told = False
@@ -124,13 +147,14 @@ class HostMemory:
             assert self._device is not None, "pin() comes before the first use"
             self._finish_chunks()
         try:
-            return self._ready[chunk].result()[offset : offset + length]
+            pages = self._ready[chunk].result()
         except (MemoryError, OSError, RuntimeError) as error:
             raise MemoryError(
                 f"the host has no room for {self.size / 2**30:.1f} GiB of memory, where the trainer's weights and "
                 "optimizer are while the engines use the GPU: give the run more host memory, or more GPUs to share "
                 f"them; without --colocate nothing is moved ({error})"
             ) from error
+        return torch.frombuffer(pages, dtype=torch.uint8)[offset : offset + length]
 
     def close(self) -> None:
         """Gives the memory back; no copy may be under way, and no view is used after it. May be called twice."""
@@ -138,33 +162,27 @@ class HostMemory:
             future.cancel()
         self._pool.shutdown(wait=True, cancel_futures=True)
         wait([future for future in self._ready if not future.cancelled()])
-        if self._pinned:
-            for future in self._ready:
-                if not future.cancelled() and future.exception() is None:
-                    torch.cuda.cudart().cudaHostUnregister(future.result().data_ptr())
         self._sizes, self._touched, self._ready = [], [], []
 
 
-def _made(chunk: "Future[torch.Tensor]") -> bool:
+def _made(chunk: "Future[_Pages]") -> bool:
     return chunk.done() and not chunk.cancelled() and chunk.exception() is None
 
 
-def _touched(size: int) -> torch.Tensor:
-    """Memory whose pages are all there, uint8 ``[size]``."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _touched(size: int) -> _Pages:
+    """Memory whose pages are all there."""
+    pages = _Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # two MiB a page: fewer faults now, fewer entries to pin
         try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            pages.madvise(mmap.MADV_HUGEPAGE)
         except OSError:  # a kernel without them
             log.debug("no huge pages here")
-    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    torch.frombuffer(pages, dtype=torch.uint8).zero_()
+    return pages
 
 
-def _pinned(touched: "Future[torch.Tensor]", device: torch.device) -> torch.Tensor:
-    chunk = touched.result()
+def _pinned(touched: "Future[_Pages]", device: torch.device) -> _Pages:
+    pages = touched.result()
     torch.cuda.set_device(device)
-    portable = 1  # cudaHostRegisterPortable: also for a context that is made later
-    code = torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), chunk.numel(), portable)
-    if int(code) != 0:
-        raise RuntimeError(f"cudaHostRegister: {code}")
-    return chunk
+    pages.pin()
+    return pages

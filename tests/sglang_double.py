@@ -5,6 +5,7 @@ For what the real server cannot show: how much memory a push needs while it send
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -38,7 +39,7 @@ class SGLangDouble:
         self.startup_time = 0
         self._blocking = blocking or {}
         self._on_update, self._refuses, self._hangs_up, self._tp_size = on_update, refuses, hangs_up, tp_size
-        self._updates = 0
+        self._numbers = itertools.count()
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     @contextlib.asynccontextmanager
@@ -67,9 +68,10 @@ class SGLangDouble:
                     name, _, value = header.partition(b":")
                     if name.lower() == b"content-length":
                         length = int(value)
-                if path == "/update_weights_from_tensor" and self._updates == self._hangs_up:
+                number = next(self._numbers) if path == "/update_weights_from_tensor" else -1
+                if number == self._hangs_up:
                     raise ConnectionError("as the test wants it")
-                status, answer = await self._answered(path, await self._body(reader, length))
+                status, answer = await self._answered(path, await self._body(reader, length), number)
                 content = json.dumps(answer).encode()
                 writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(content)) + content)
                 await writer.drain()
@@ -92,13 +94,13 @@ class SGLangDouble:
             kept = kept + piece if small else b""
         return kept
 
-    async def _answered(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    async def _answered(self, path: str, body: bytes, number: int) -> tuple[int, dict[str, Any]]:
         if path not in self._blocking:
-            return self._answer(path, body)
+            return self._answer(path, body, number)
         self.calls.append(path)
         return await asyncio.to_thread(self._blocking[path], json.loads(body))
 
-    def _answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    def _answer(self, path: str, body: bytes, number: int) -> tuple[int, dict[str, Any]]:
         self.calls.append(path)
         if path == "/server_info":
             return 200, {"tp_size": self._tp_size, "startup_time": self.startup_time}
@@ -109,7 +111,6 @@ class SGLangDouble:
         if path == "/update_weight_version":
             self.weight_version = json.loads(body)["new_version"]
         if path == "/update_weights_from_tensor":
-            number, self._updates = self._updates, self._updates + 1
             self._on_update(number, body)
             if number == self._refuses:
                 return 400, {"success": False, "message": "no room for these weights"}

@@ -22,7 +22,7 @@ from relax_rollout.rewards import build_reward
 from relax_rollout.settings import RewardSettings, RolloutSettings
 from relax_rollout.weight_sync import push
 from relax_rollout.weight_sync.ranks import OneRank
-from relax_rollout.weight_sync.value import send_values
+from relax_rollout.weight_sync.value import SendValues
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -108,7 +108,8 @@ async def server(sglang_server: Any, model: Any, tiny: Any) -> AsyncIterator[Any
 
     async def load(weights: Any, version: int) -> None:
         sent = [(name, tensor) for name, tensor in weights.state_dict().items() if name != "lm_head.weight"]
-        await push.push_weights([engine], Bucket.split(sent, 10**6), version, send=send_values, ranks=OneRank())
+        buckets = Bucket.split(sent, 10**6)
+        await asyncio.to_thread(push.push_weights, [engine], buckets, version, send=SendValues(), ranks=OneRank())
 
     await load(model, VERSION)
     yield sglang_server

@@ -19,7 +19,7 @@ from relax_rollout.engines.sglang.server import SGLangServer
 from relax_rollout.engines.sglang.settings import SGLangSettings
 from relax_rollout.weight_sync import push
 from relax_rollout.weight_sync.ranks import OneRank
-from relax_rollout.weight_sync.value import send_values
+from relax_rollout.weight_sync.value import SendValues
 from tiny_models import disturb
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -119,7 +119,9 @@ def test_log_probabilities_are_those_of_transformers_before_and_after_a_push(ser
             if version:
                 disturb(model)
                 bucket = Bucket.of(exported(model))
-                await push.push_weights([engine], [bucket], version, send=send_values, ranks=OneRank())
+                await asyncio.to_thread(
+                    push.push_weights, [engine], [bucket], version, send=SendValues(), ranks=OneRank()
+                )
             result = await engine.generate(GenerateRequest(rid=f"r{version}", input_ids=PROMPT, sampling=sampling))
             assert set(result.versions) == {version}
             assert len(result.tokens) == NEW

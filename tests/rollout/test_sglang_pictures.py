@@ -21,7 +21,7 @@ from relax_rollout.engines.sglang.settings import SGLangSettings
 from relax_rollout.generation.generate import GenerationContext
 from relax_rollout.weight_sync import push
 from relax_rollout.weight_sync.ranks import OneRank
-from relax_rollout.weight_sync.value import send_values
+from relax_rollout.weight_sync.value import SendValues
 from tiny_models import disturb
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -97,8 +97,9 @@ def test_log_probs_are_those_of_transformers(
         for version in range(3):
             if version:
                 disturb(model)
-                await push.push_weights(
-                    [engine], [Bucket.of(exported(model))], version, send=send_values, ranks=OneRank()
+                bucket = Bucket.of(exported(model))
+                await asyncio.to_thread(
+                    push.push_weights, [engine], [bucket], version, send=SendValues(), ranks=OneRank()
                 )
             context = GenerationContext(
                 EngineRouter([engine], 4),

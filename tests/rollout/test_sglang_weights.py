@@ -26,7 +26,7 @@ from relax_rollout.weight_sync.base import PushReport, WeightPushFailed
 from relax_rollout.weight_sync.ipc import share
 from relax_rollout.weight_sync.ranks import OneRank, TorchRanks
 from relax_rollout.weight_sync.transports import make_transport
-from relax_rollout.weight_sync.value import send_values
+from relax_rollout.weight_sync.value import SendValues
 from tiny_models import disturb
 
 PROMPT = [10, 11, 12, 13, 14]
@@ -48,8 +48,10 @@ def buckets_of(model: Any, limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
 async def push_weights(
     engine: SGLangEngine, buckets: Iterable[Bucket], version: int, *, mode: PauseMode = "abort"
 ) -> PushReport:
-    """From one process and by value, with the client of the test."""
-    return await push.push_weights([engine], buckets, version, send=send_values, ranks=OneRank(), mode=mode)
+    """From one process and by value, with a client of its own, in a thread without an event loop as the trainer has."""
+    pusher = SGLangEngine(engine.url, key=KEY, name="engine0")
+    send: Any = SendValues()
+    return await asyncio.to_thread(push.push_weights, [pusher], buckets, version, send=send, ranks=OneRank(), mode=mode)
 
 
 async def disagreement(engine: SGLangEngine, model: Any, version: int) -> float:

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import threading
 import tracemalloc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -13,20 +14,24 @@ from typing import Any
 import pytest
 import torch
 from relax_data.weights import Bucket
-from relax_rollout.engines.base import EngineAddress, IpcHandle, updating
+from relax_rollout.engines.base import EngineAddress, EngineDied, IpcHandle, updating
 from relax_rollout.engines.sglang.client import SGLangEngine
 from relax_rollout.weight_sync import ipc
 from relax_rollout.weight_sync.base import PushReport, TransportSetup, WeightPushFailed
-from relax_rollout.weight_sync.push import push_weights
+from relax_rollout.weight_sync.push import Send, push_weights
 from relax_rollout.weight_sync.ranks import OneRank
 from relax_rollout.weight_sync.transports import TRANSPORTS, make_transport
-from relax_rollout.weight_sync.value import send_values
+from relax_rollout.weight_sync.value import SendValues
 from sglang_double import SGLangDouble
 
 BUCKETS = 8
 BUCKET_BYTES = 16 << 20
+DEADLINE_S = 60.0
 ROOM = 4 << 20
 """Bytes for connections, the chunks that are being encoded and sent, and objects of all kinds."""
+
+
+VALUES: Any = SendValues()
 
 
 class Memory:
@@ -37,6 +42,8 @@ class Memory:
 
     def __init__(self) -> None:
         self._flats: dict[int, int] = {}
+        self.most = 0
+        """Most bytes of buckets at once."""
         self.seen: list[int] = []
         self._start = 0
 
@@ -57,6 +64,11 @@ class Memory:
         return sum(self._flats.values())
 
     @property
+    def alive(self) -> set[int]:
+        """Numbers of the buckets that are there, from 0."""
+        return set(self._flats)
+
+    @property
     def now(self) -> int:
         return self.flats + tracemalloc.get_traced_memory()[0] - self._start
 
@@ -74,6 +86,7 @@ class Memory:
         for i in range(BUCKETS):
             flat = torch.full((BUCKET_BYTES // 4,), float(i))
             self._flats[i] = flat.untyped_storage().nbytes()
+            self.most = max(self.most, self.flats)
             weakref.finalize(flat.untyped_storage(), self._flats.pop, i)
             bucket = Bucket((f"layer{i}.weight",), (tuple(flat.shape),), "float32", flat)
             del flat
@@ -81,27 +94,45 @@ class Memory:
             del bucket
 
 
-async def push(server: SGLangDouble, buckets: Iterable[Bucket], engines: int = 1) -> PushReport:
+async def push(server: SGLangDouble, buckets: Iterable[Bucket], engines: int = 1, *, send: Send = VALUES) -> PushReport:
+    """In a thread without an event loop, as the trainer has."""
     clients = [SGLangEngine(server.url, name=f"engine{i}") for i in range(engines)]
-    try:
-        return await push_weights(clients, buckets, 1, send=send_values, ranks=OneRank())
-    finally:
-        for client in clients:
-            await client.close()
+    return await asyncio.to_thread(push_weights, clients, buckets, 1, send=send, ranks=OneRank())
+
+
+def rebuilt(*arguments: Any) -> tuple[Any, ...]:
+    return arguments
+
+
+HANDLES = [IpcHandle(f"gpu-{i}", rebuilt, (0, 1, 2, 3, 4, 5, i)) for i in range(2)]
+
+
+@pytest.fixture
+def handles(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """How buckets travel on a GPU, but for the memory there: the engine is told of a handle and reads nothing."""
+    monkeypatch.setattr(ipc, "share", lambda flat: HANDLES[0])
+    return ipc.SendHandles()
+
+
+@pytest.fixture(params=["values", "handles"])
+def send(request: pytest.FixtureRequest) -> Any:
+    """Each way of a bucket to an engine."""
+    return VALUES if request.param == "values" else request.getfixturevalue("handles")
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-async def test_a_push_holds_two_buckets_whatever_their_number(engines: int) -> None:
+async def test_a_push_holds_two_buckets_whatever_their_number(engines: int, send: Any) -> None:
     memory = Memory()
     async with SGLangDouble(on_update=memory.look).serving() as server:
-        await push(server, [Bucket.of([("warm", torch.zeros(4))])])
+        await push(server, [Bucket.of([("warm", torch.zeros(4))])], send=send)
         memory.seen.clear()
         with memory.watching():
-            report = await push(server, memory.buckets(), engines)
+            report = await push(server, memory.buckets(), engines, send=send)
             left = memory.now
     assert report == PushReport(BUCKETS, BUCKETS, BUCKETS * BUCKET_BYTES)
     assert len(memory.seen) == BUCKETS * engines
-    assert BUCKET_BYTES < max(memory.seen) <= 2 * BUCKET_BYTES + ROOM
+    assert BUCKET_BYTES <= max(memory.seen) <= 2 * BUCKET_BYTES + ROOM
+    assert memory.most <= 2 * BUCKET_BYTES
     assert memory.flats == 0
     assert left < ROOM
 
@@ -114,19 +145,186 @@ async def test_a_push_holds_two_buckets_whatever_their_number(engines: int) -> N
     ],
     ids=["refused", "lost"],
 )
-async def test_a_failed_push_lets_go_of_all_its_memory(fault: dict[str, Any], says: str, arrived: int) -> None:
+async def test_a_failed_push_lets_go_of_all_its_memory(
+    fault: dict[str, Any], says: str, arrived: int, send: Any
+) -> None:
     memory = Memory()
     async with SGLangDouble(on_update=memory.look, **fault).serving() as server:
         with memory.watching():
             with pytest.raises(WeightPushFailed, match=says) as caught:
-                await push(server, memory.buckets())
+                await push(server, memory.buckets(), send=send)
             left = memory.now
         assert server.weight_version == "broken:1"
     assert caught.value.__cause__ is not None
-    assert len(memory.seen) == arrived
+    # One that was under way beside it arrives as well.
+    assert arrived <= len(memory.seen) <= arrived + send.ahead
     assert max(memory.seen) <= 2 * BUCKET_BYTES + ROOM
     assert memory.flats == 0, "the error that the caller still has must not hold a bucket"
     assert left < ROOM
+
+
+class Holding:
+    """An engine that answers for a bucket only when it was offered the next one, or what the test says."""
+
+    name = "engine0"
+
+    def __init__(self, dies_at: int | None = None) -> None:
+        self.begun, self.loading, self.loaded, self.closed = 0, list[int](), list[int](), 0
+        self.outcome: list[tuple[int, bool]] = []
+        self._dies_at = dies_at
+        self._offered = {number: asyncio.Event() for number in range(1, BUCKETS + 1)}
+
+    async def begin_update(self, version: int, mode: str = "abort") -> None:
+        self.begun += 1
+
+    async def load(self, bucket: Bucket, handles: Any = None) -> None:
+        number = int(bucket.names[0])
+        self.loading.append(number)
+        self._offered[number].set()
+        if number == self._dies_at:
+            raise EngineDied("engine0 is gone")
+        if number < BUCKETS and self._dies_at is None:
+            await asyncio.wait_for(self._offered[number + 1].wait(), DEADLINE_S)
+        self.loaded.append(number)
+
+    async def end_update(self, version: int, *, whole: bool = True) -> None:
+        self.outcome.append((version, whole))
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_bucket_is_made_and_offered_while_the_one_before_is_loaded_and_no_third_one(handles: Any) -> None:
+    engine, memory, ready = Holding(), Memory(), list[list[int]]()
+
+    def buckets() -> Iterator[Bucket]:
+        for number, bucket in enumerate(memory.buckets(), 1):
+            ready.append(engine.loaded.copy())  # when this one is made
+            yield dataclasses.replace(bucket, names=(str(number),))
+            del bucket
+
+    # Without overlap the engine would wait for the second bucket, and its pusher for the first one, to the deadline.
+    report = push_weights([engine], buckets(), 3, send=handles, ranks=OneRank())  # type: ignore[list-item]
+    assert report.buckets == len(engine.loaded) == BUCKETS
+    for number, loaded in enumerate(ready, 1):
+        assert number - 2 <= 0 or number - 2 in loaded, f"bucket {number} was made when only {loaded} were loaded"
+    assert memory.most == 2 * BUCKET_BYTES
+    assert memory.flats == 0
+    assert (engine.begun, engine.outcome, engine.closed) == (1, [(3, True)], 1)
+    assert set(report.seconds) == {"begin", "make", "send", "end"}
+
+
+def test_an_engine_that_dies_in_the_middle_ends_the_push_and_nothing_is_kept(handles: Any) -> None:
+    engine, memory = Holding(dies_at=4), Memory()
+
+    def buckets() -> Iterator[Bucket]:
+        for number, bucket in enumerate(memory.buckets(), 1):
+            yield dataclasses.replace(bucket, names=(str(number),))
+            del bucket
+
+    with memory.watching(), pytest.raises(WeightPushFailed, match="EngineDied: engine0 is gone") as caught:
+        push_weights([engine], buckets(), 3, send=handles, ranks=OneRank())  # type: ignore[list-item]
+    assert isinstance(caught.value.__cause__, EngineDied), "whoever calls asks which engines died"
+    assert engine.loaded[:3] == [1, 2, 3]
+    assert max(engine.loading) <= 5
+    assert engine.outcome == [(3, False)]
+    assert (memory.flats, engine.closed) == (0, 1)
+
+
+def test_an_engine_that_cannot_begin_gets_no_bucket(handles: Any) -> None:
+    class Unwell(Holding):
+        async def begin_update(self, version: int, mode: str = "abort") -> None:
+            raise EngineDied("engine0 is gone")
+
+    engine, memory = Unwell(), Memory()
+    with pytest.raises(WeightPushFailed, match="EngineDied: engine0 is gone"):
+        push_weights([engine], memory.buckets(), 3, send=handles, ranks=OneRank())  # type: ignore[list-item]
+    assert (engine.loading, memory.flats) == ([], 0)
+    with pytest.raises(WeightPushFailed, match="EngineDied: engine0 is gone"):
+        push_weights([engine], iter(()), 3, send=handles, ranks=OneRank())  # type: ignore[list-item]
+
+
+class ThreadRank:
+    """One of two ranks that share the GPUs of an engine, each in a thread; the first one posts."""
+
+    shares_gpu = True
+
+    def __init__(self, rank: int, everyones: list[Any], barrier: threading.Barrier) -> None:
+        self._rank, self._everyones, self._barrier = rank, everyones, barrier
+        self.posts = rank == 0
+
+    def everyones(self, item: Any) -> list[Any]:
+        self._everyones[self._rank] = item
+        self._barrier.wait(DEADLINE_S)
+        items = list(self._everyones)
+        self._barrier.wait(DEADLINE_S)
+        return items
+
+    def gather(self, item: Any) -> list[Any] | None:
+        items = self.everyones(item)
+        return items if self.posts else None
+
+    def agree(self, error: str | None) -> str | None:
+        return next((e for e in self.everyones(error) if e is not None), None)
+
+
+def push_from_two_ranks(engine: Any, buckets: Callable[[int], Iterator[Bucket]], send: Any) -> list[Any]:
+    """What each rank's push gives or raises."""
+    outcomes: list[Any] = [None, None]
+    items, barrier = [None, None], threading.Barrier(2)
+
+    def run(rank: int) -> None:
+        engines = [engine] if rank == 0 else []
+        try:
+            outcomes[rank] = push_weights(engines, buckets(rank), 3, send=send, ranks=ThreadRank(rank, items, barrier))
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * DEADLINE_S)
+    return outcomes
+
+
+def test_a_rank_that_does_not_post_keeps_a_bucket_until_the_engine_has_read_it(handles: Any) -> None:
+    engine, memories = Holding(), [Memory(), Memory()]
+    early: list[int] = []
+
+    def buckets(rank: int) -> Iterator[Bucket]:
+        for number, bucket in enumerate(memories[rank].buckets(), 1):
+            # The one before the last may still be read, so it has to be there.
+            if number > 1 and number - 1 not in engine.loaded and number - 2 not in memories[rank].alive:
+                early.append(number)
+            yield dataclasses.replace(bucket, names=(str(number),))
+            del bucket
+
+    outcomes = push_from_two_ranks(engine, buckets, handles)
+    assert outcomes == [PushReport(BUCKETS, BUCKETS, BUCKETS * BUCKET_BYTES)] * 2
+    assert early == []
+    assert [memory.most for memory in memories] == [2 * BUCKET_BYTES] * 2
+    assert [memory.flats for memory in memories] == [0, 0]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_fails_on_one_rank_reaches_all(handles: Any, failing: int) -> None:
+    engine, memories = Holding(dies_at=-1), [Memory(), Memory()]
+
+    def buckets(rank: int) -> Iterator[Bucket]:
+        for number, bucket in enumerate(memories[rank].buckets(), 1):
+            if rank == failing and number == 3:
+                raise OSError("the third bucket is lost")
+            yield dataclasses.replace(bucket, names=(str(number),))
+            del bucket
+
+    outcomes = push_from_two_ranks(engine, buckets, handles)
+    assert [type(outcome) for outcome in outcomes] == [WeightPushFailed] * 2
+    assert len({str(outcome) for outcome in outcomes}) == 1, "all ranks say the same"
+    assert "the third bucket is lost" in str(outcomes[failing].__cause__)
+    assert (engine.loaded, engine.outcome) == ([1, 2], [(3, False)])
+    del outcomes
+    assert [memory.flats for memory in memories] == [0, 0]
 
 
 async def test_the_body_is_what_its_length_says() -> None:
@@ -178,24 +376,22 @@ class Loading:
         self.loaded.append((bucket, handles))
 
 
-HANDLES = [IpcHandle(f"gpu-{i}", torch.zeros, (1,)) for i in range(2)]
-
-
 async def test_the_engine_gets_the_handles_of_all_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc, "share", lambda flat: HANDLES[0])
     bucket, engine = Bucket.of([("a", torch.zeros(2))]), Loading()
-    await ipc.send_handles([engine], bucket, TwoRanks(HANDLES[1]))  # type: ignore[list-item]
+    send = ipc.SendHandles()
+    await send.load([engine], bucket, send.prepare(bucket, TwoRanks(HANDLES[1])))  # type: ignore[list-item]
     assert engine.loaded == [(bucket, HANDLES)]
     with pytest.raises(ValueError, match="a rank that shares a GPU with the engine could not share its bucket"):
-        await ipc.send_handles([engine], bucket, TwoRanks())  # type: ignore[list-item]
+        await send.load([engine], bucket, send.prepare(bucket, TwoRanks()))  # type: ignore[list-item]
     assert len(engine.loaded) == 1
 
 
-async def test_a_rank_that_cannot_share_its_bucket_keeps_nobody_waiting() -> None:
+def test_a_rank_that_cannot_share_its_bucket_keeps_nobody_waiting() -> None:
     ranks = TwoRanks(HANDLES[1])
     with pytest.raises(ValueError, match="only memory of a GPU can be shared"):
-        await ipc.send_handles([], Bucket.of([("a", torch.zeros(2))]), ranks)
-    await ipc.send_handles([], None, ranks)
+        ipc.SendHandles().prepare(Bucket.of([("a", torch.zeros(2))]), ranks)
+    ipc.SendHandles().prepare(None, ranks)
     assert ranks.gathered == [None, None]
 
 
@@ -272,5 +468,6 @@ def test_a_rank_whose_engine_is_left_out_shares_no_memory() -> None:
     """A handle that nobody opens keeps its memory for ever."""
     options: dict[str, Any] = {"rank": 0, "world_size": 1, "gpus_per_engine": 1, "connect": SGLangEngine.at}
     transport = ipc.ipc_transport(TransportSetup(engines=(EngineAddress("engine0", "http://x"),), **options))
-    assert transport.send_for(None) is transport.send_for(["engine0", "engine1"]) is ipc.send_handles
-    assert transport.send_for(["engine1"]) is ipc.send_nothing
+    for engines in (None, ["engine0", "engine1"]):
+        assert isinstance(transport.send_for(engines), ipc.SendHandles)
+    assert isinstance(transport.send_for(["engine1"]), ipc.SendNothing)

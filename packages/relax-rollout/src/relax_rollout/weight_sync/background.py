@@ -1,6 +1,7 @@
 """What runs beside the thread of the trainer that makes buckets: an event loop, and calls that may block."""
 
 import asyncio
+import collections
 import concurrent.futures
 import contextlib
 import threading
@@ -38,6 +39,52 @@ class BackgroundLoop:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
+
+
+class Underway:
+    """Steps of a push that run in the loop while the trainer's thread makes the next bucket; the oldest ends first."""
+
+    def __init__(self, loop: BackgroundLoop, begin: Coroutine[Any, Any, None]) -> None:
+        """Starts the step that comes before all others.
+
+        Args:
+            loop: where the steps run.
+            begin: has to be over before anything is sent.
+        """
+        self._loop = loop
+        self._begin = loop.submit(begin)
+        self._sends: collections.deque[concurrent.futures.Future[None]] = collections.deque()
+
+    def start(self, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Starts to send a bucket, once the first step is over.
+
+        Raises:
+            Exception: that of the first step.
+        """
+        self._begin.result()
+        self._sends.append(self._loop.submit(send()))
+
+    def wait(self, left: int = 0) -> None:
+        """Waits until at most so many sends are under way; without any, for the first step.
+
+        Raises:
+            Exception: that of the oldest step that failed.
+        """
+        if not left:
+            self._begin.result()
+        while len(self._sends) > left:
+            self._sends.popleft().result()
+
+    def rest(self) -> list[BaseException]:
+        """Waits for all, whatever becomes of them; the errors of those that nobody has waited for yet."""
+        futures = [self._begin, *self._sends]
+        self._sends.clear()
+        return [error for error in (future.exception() for future in futures) if error is not None]
+
+    def cancel(self) -> None:
+        """Ends all at once."""
+        for future in (self._begin, *self._sends):
+            future.cancel()
 
 
 async def in_thread(call: Callable[[], T]) -> T:

@@ -5,6 +5,7 @@ Engines are independent of each other: one that dies or refuses is left behind, 
 
 import asyncio
 import dataclasses
+import functools
 import time
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
 
@@ -12,7 +13,7 @@ import torch
 from relax_data.types import WeightVersion
 from relax_data.weights import Bucket
 
-from relax_rollout.weight_sync.background import BackgroundLoop
+from relax_rollout.weight_sync.background import BackgroundLoop, Underway
 from relax_rollout.weight_sync.base import PushReport, TransportSetup
 from relax_rollout.weight_sync.feeders import choose_feeders, is_near
 from relax_rollout.weight_sync.lane import Lane
@@ -99,17 +100,17 @@ class GroupTransport:
         """Takes all buckets, whatever becomes of the engines: other ranks take part in making them."""
         stream = torch.cuda.current_stream() if self._device == "cuda" else None
         report, start, begun = PushReport(), time.perf_counter(), 0.0
-        sending = loop.submit(part.each(lambda lane: lane.begin(part.version)))
+        underway = Underway(loop, part.each(lambda lane: lane.begin(part.version)))
         try:
             iterator = iter(buckets)
             while (bucket := next(iterator, None)) is not None:
-                sending.result()
+                underway.wait()  # an engine takes part in one broadcast at a time
                 begun = begun or time.perf_counter()
-                sending = loop.submit(part.send(report.buckets + 1, bucket, stream))
+                underway.start(functools.partial(part.send, report.buckets + 1, bucket, stream))
                 report = PushReport(report.buckets + 1, report.tensors + len(bucket), report.bytes + bucket.nbytes)
-            sending.result()
+            underway.wait()
         except BaseException:
-            sending.cancel()
+            underway.cancel()
             raise
         if report.buckets == 0:
             raise ValueError("no weights were given")

@@ -36,7 +36,7 @@ class IpcTransport(EngineTransport):
     def send_for(self, engines: Collection[str] | None) -> Send:
         """A rank whose engine is left out shares nothing: memory with a handle that nobody opens is never freed."""
         left_out = engines is not None and not set(self.shares_with) & set(engines)
-        return send_nothing if left_out else super().send_for(engines)
+        return SendNothing() if left_out else super().send_for(engines)
 
 
 def ipc_transport(setup: TransportSetup) -> IpcTransport:
@@ -47,41 +47,66 @@ def ipc_transport(setup: TransportSetup) -> IpcTransport:
     """
     size = setup.gpus_per_engine
     if setup.world_size == 1:
-        alone = IpcTransport(setup.engines, OneRank(), send_handles, setup.connect)
+        alone = IpcTransport(setup.engines, OneRank(), SendHandles(), setup.connect)
         alone.shares_with = tuple(address.name for address in setup.engines)
         return alone
     ranks = TorchRanks([range(i * size, (i + 1) * size) for i in range(len(setup.engines))])
     engine = setup.engines[setup.rank // size] if ranks.shares_gpu else None
-    transport = IpcTransport([engine] if engine and ranks.posts else [], ranks, send_handles, setup.connect)
+    transport = IpcTransport([engine] if engine and ranks.posts else [], ranks, SendHandles(), setup.connect)
     transport.shares_with = (engine.name,) if engine else ()
     return transport
 
 
-async def send_nothing(engines: Sequence[Engine], bucket: Bucket | None, ranks: Ranks) -> None:
-    """Lets a bucket pass by; all ranks that share an engine's GPUs do the same."""
+class SendHandles:
+    """Has an engine read the copies of all ranks that share its GPUs; see :class:`relax_rollout.weight_sync.push.Send`.
 
-
-async def send_handles(engines: Sequence[Engine], bucket: Bucket | None, ranks: Ranks) -> None:
-    """Has the engine read the copies of all ranks that share its GPUs; see :data:`relax_rollout.weight_sync.push.Send`.
-
-    Raises:
-        ValueError: a rank could not share its copy.
+    A bucket is offered as soon as it is made, also while the engine loads the one before: its server reads the call
+    meanwhile, and the engine goes on at once.
     """
-    handle: IpcHandle | None = None
-    failure: Exception | None = None
-    if bucket is not None and ranks.shares_gpu:
-        try:
-            handle = share(bucket.flat)
-        except Exception as error:  # the other ranks wait in gather: go there first
-            failure = error
-    handles = ranks.gather(handle)
-    if failure is not None:
-        raise failure
-    if bucket is not None and engines:
-        shared = [h for h in handles or () if h is not None]
-        if not handles or len(shared) < len(handles):
-            raise ValueError("a rank that shares a GPU with the engine could not share its bucket")
-        await asyncio.gather(*(engine.load(bucket, shared) for engine in engines))
+
+    ahead = 1
+
+    def prepare(self, bucket: Bucket | None, ranks: Ranks) -> list[IpcHandle | None] | None:
+        """The handles of all ranks of the engine, on the rank that posts; collective.
+
+        Raises:
+            ValueError: this rank could not share its copy.
+        """
+        handle: IpcHandle | None = None
+        failure: Exception | None = None
+        if bucket is not None and ranks.shares_gpu:
+            try:
+                handle = share(bucket.flat)
+            except Exception as error:  # the other ranks wait in gather: go there first
+                failure = error
+        handles = ranks.gather(handle)
+        if failure is not None:
+            raise failure
+        return handles
+
+    async def load(self, engines: Sequence[Engine], bucket: Bucket, prepared: list[IpcHandle | None] | None) -> None:
+        """See :meth:`relax_rollout.weight_sync.push.Send.load`.
+
+        Raises:
+            ValueError: another rank could not share its copy.
+        """
+        if engines:
+            shared = [handle for handle in prepared or () if handle is not None]
+            if not prepared or len(shared) < len(prepared):
+                raise ValueError("a rank that shares a GPU with the engine could not share its bucket")
+            await asyncio.gather(*(engine.load(bucket, shared) for engine in engines))
+
+
+class SendNothing:
+    """Lets buckets pass by; all ranks that share an engine's GPUs do the same."""
+
+    ahead = 1
+
+    def prepare(self, bucket: Bucket | None, ranks: Ranks) -> None:
+        """Needs nothing of other ranks."""
+
+    async def load(self, engines: Sequence[Engine], bucket: Bucket, prepared: None) -> None:
+        """Loads nothing."""
 
 
 def share(flat: torch.Tensor) -> IpcHandle:

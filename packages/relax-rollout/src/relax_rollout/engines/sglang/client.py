@@ -299,6 +299,7 @@ class SGLangEngine:
         self._updating = mode
         await self._set_weights(WeightStatus("pushing", version))
         await self._optional("/begin_weight_update")
+        await self._facts()  # what load() asks for, and nothing waits for it here
 
     async def load(self, bucket: Bucket, handles: Sequence[IpcHandle] | None = None) -> None:
         """Loads a bucket: by value, or from one handle for each tensor-parallel rank.
@@ -325,9 +326,10 @@ class SGLangEngine:
             return
         assert self._updating is not None, "an update begins before it ends"
         await self._optional("/end_weight_update")
+        steps = [self._set_weights(WeightStatus("whole", version))]
         if self._updating == "abort":
-            await self.flush_cache()
-        await self._set_weights(WeightStatus("whole", version))
+            steps.append(self.flush_cache())
+        await asyncio.gather(*steps)  # it is paused until both are done
         self._updating, self._version = None, version
         await self._post("/continue_generation", {})
 

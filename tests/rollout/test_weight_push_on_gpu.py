@@ -27,8 +27,7 @@ def buckets() -> Iterator[Bucket]:
     for i in range(BUCKETS):
         bucket = Bucket.of([(f"layer{i}.{k}", filled(i, k)) for k in range(len(SHAPES))])
         yield bucket
-        bucket.flat.fill_(-1)  # who reads it only now would see this
-        del bucket
+        del bucket  # the next but one lies in its memory: who reads it only then would see that one's values
 
 
 def filled(i: int, k: int) -> torch.Tensor:

@@ -6,8 +6,8 @@ beside these and name it in the table: ``ipc.py`` (CUDA IPC on shared GPUs), ``v
 ``group.py`` (a process group for each engine, on devices of its own) and ``disk.py`` (files that engines read).
 
 ``push.py`` holds the steps of the first two, which reach all engines or none; ``outcome.py`` how the others end, which
-can lose an engine. ``ranks.py`` is how the trainer's ranks act together. Of ``group.py``: ``lane.py`` is the way to one
-engine, ``pair_group.py`` the communication with it, ``feeders.py`` which rank feeds whom, ``background.py`` what runs
-beside the thread that makes the buckets. None of these knows SGLang, whose client is only the default of
+can lose an engine. ``ranks.py`` is how the trainer's ranks act together, ``background.py`` what runs beside the thread
+that makes the buckets. Of ``group.py``: ``lane.py`` is the way to one engine, ``pair_group.py`` the communication with
+it, ``feeders.py`` which rank feeds whom. None of these knows SGLang, whose client is only the default of
 ``transports.py``.
 """

@@ -82,6 +82,24 @@ def test_recommended_qwen3_30b_a3b(
     assert "staleness at most 1" in row(text, "mode")
 
 
+@pytest.mark.parametrize(
+    ("share", "stays"),
+    [
+        # What is not the engine's, less 6 GiB that both processes take and 6 that are left free.
+        ("0.8", "4.3 GB on a GPU of 80 GiB, 17.0 GB on a GPU of 139 GiB (all with --sglang-mem-fraction-static 0.53)"),
+        ("0.6", "21.5 GB on a GPU of 80 GiB, 46.8 GB on a GPU of 139 GiB (all with --sglang-mem-fraction-static 0.53)"),
+        ("0.5", "30.1 GB on a GPU of 80 GiB, 56.3 GB on a GPU of 139 GiB"),
+    ],
+)
+def test_what_stays_on_the_gpu_beside_the_engine(
+    workspace: Path, capsys: pytest.CaptureFixture[str], gpus: Callable[[int], None], share: str, stays: str
+) -> None:
+    gpus(1)
+    start = ["--hf-checkpoint", "qwen3-4b", "--prompt-data", "prompts.jsonl", "--max-tokens-per-gpu", "9216"]
+    text = plan([*start, "--use-dynamic-batch-size", "--sglang-mem-fraction-static", share], capsys)
+    assert row(text, "beside the engine") == f"of 56.3 GB stay about {stays}"
+
+
 def facts(workspace: Path, name: str) -> ModelShape:
     return model_shape(json.loads((workspace / name / "config.json").read_text()))
 

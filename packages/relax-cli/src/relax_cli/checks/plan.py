@@ -1,9 +1,11 @@
 """`relax train --dry-run`: what a start would do, worked out from the options and the model's `config.json` alone."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
 from relax_data.options import flag
+from relax_train.backend.room import GIB, expected_room, share_for
 from relax_train.checkpoint import manifest
 from relax_train.checkpoint.folders import CheckpointError
 from relax_train.models.architectures import model_shape
@@ -25,6 +27,10 @@ from relax_cli.config.settings import MODES
 Rows = list[tuple[str, str]]
 
 GB = 1e9
+GPU_GIB = (80, 139)
+"""Memory of GPUs that are in wide use (H100, H200), for a plan on a machine without one."""
+LEAST_SHARE = 0.3
+"""No plan proposes less of a GPU for an engine."""
 
 
 def plan_text(config: RunConfig) -> str:
@@ -287,8 +293,25 @@ def _trainer_memory(config: RunConfig, shape: ModelShape, placement: Placement) 
     rows = [("trainer: weights, gradients, optimizer", f"{_size(device)} a rank, activations come on top")]
     if host:
         rows.append(("trainer: optimizer on the host", f"{_size(host)} a rank"))
+    rows += _staying(config, shape, placement)
     tokens = config.train.batch.max_tokens_per_gpu
     return rows if tokens is None else [*rows, *_activation_memory(config, shape, placement, tokens)]
+
+
+def _staying(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows:
+    """What of weights and optimizer stays on the GPU while the engine generates; the rest is copied out and in."""
+    if not (placement.shared and placement.device == "cuda") or config.debug.debug_train_only:
+        return []
+    offload = config.train.parallel.optimizer_cpu_offload
+    kept = shape.sleeping_bytes(placement, bf16=bf16(config), offload=offload)
+    share = config.sglang.sglang_mem_fraction_static
+    found = []
+    for gib in GPU_GIB:
+        stays = min(kept, expected_room(gib * GIB, share))
+        most = math.floor(100 * share_for(gib * GIB, kept)) / 100
+        hint = f" (all with --sglang-mem-fraction-static {most:.2f})" if stays < kept and most >= LEAST_SHARE else ""
+        found.append(f"{_size(stays)} on a GPU of {gib} GiB{hint}")
+    return [("  beside the engine", f"of {_size(kept)} stay about " + ", ".join(found))]
 
 
 def _activation_memory(config: RunConfig, shape: ModelShape, placement: Placement, tokens: int) -> Rows:

@@ -27,12 +27,10 @@ import torch
 from relax_train.backend.copy_stream import Mark, copy_stream
 from relax_train.backend.host_memory import HostMemory, Place
 from relax_train.backend.optimizer import Optimizer
+from relax_train.backend.room import room_beside
 from relax_train.models.build import Model
 
 log = logging.getLogger(__name__)
-
-RESERVE = 0.10
-"""Part of the device that is left free beside an engine that has generated once: a later rollout may need more."""
 
 
 @dataclasses.dataclass
@@ -158,7 +156,7 @@ class Offload:
         """
         assert self.asleep
         free, total = torch.cuda.mem_get_info(self._device)
-        room = max(0, self.resident + free - int(RESERVE * total))
+        room = room_beside(free, self.resident, total)
         self.room = min(self.room, room) if self._measured else room
         if not self._measured:
             kept = sum(part.size for part in self._parts)

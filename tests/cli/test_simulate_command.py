@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from relax_cli.main import main
 from relax_cli.run.tracking import JsonLinesTracker
-from relax_cli.simulate.measured import fit_engine
+from relax_cli.simulate.measured import TooMuchAlike, fit_engine
 from relax_cli.simulate.model import Lengths, Plan, Rates, Simulation
 from relax_rollout.staleness import StalenessBound
 
@@ -549,7 +550,13 @@ def test_the_rate_of_engines_that_generate_all_the_time(tmp_path: Path, capsys: 
     assert figures["engine_rate"]["source"] == source
     assert figures["push_seconds"]["value"] == pytest.approx(7.75), "the engines stand still all that time"
     folder = steps(vary=False)
-    assert any("too much alike" in line for line in refusal(["--from", str(folder)], capsys))
+    answer = found(["--from", str(folder), *QUICK], capsys)
+    half, rate = (answer["figures"][name] for name in ("engine_half", "engine_rate"))
+    assert half["value"] == 100
+    assert "assumed, as of 4 B on an H200: rollouts that are so much alike do not tell it" in half["source"]
+    assert rate["value"] == pytest.approx(8_000 * (10 + 100) / (10 + 40), rel=1e-6), "ten requests as fast as they were"
+    (told,) = (line for line in answer["remarks"] if "--engine-half 0 the gain of" in line)
+    assert re.search(r"is \d+\.\d\d instead of \d+\.\d\d", told)
     figures = found(["--from", str(folder), "--engine-half", "40", *QUICK], capsys)["figures"]
     assert figures["engine_rate"]["value"] == pytest.approx(8_000, rel=1e-6)
 
@@ -590,7 +597,7 @@ def test_the_constants_of_an_engine_from_its_rollouts() -> None:
     assert fit_engine(points[:1], rate=500, half=None) == pytest.approx((500, 30))
     assert fit_engine(points[:1], rate=None, half=30) == pytest.approx((500, 30))
     assert fit_engine(points, rate=1, half=2) == (1, 2)
-    with pytest.raises(ValueError, match="too much alike"):
+    with pytest.raises(TooMuchAlike, match="too much alike"):
         fit_engine(points[:1], rate=None, half=None)
     with pytest.raises(ValueError, match="--engine-rate 100 is too low"):
         fit_engine(points, rate=100, half=None)

@@ -21,8 +21,9 @@ MOST_EVENTS = 10**7
 """Of one command: some minutes."""
 MOST_ROOM = 3
 """Batches that are open at once with colocate, if nobody says how many: each pause interrupts all but one of them."""
-_AT_BEST = {"push_seconds": 0.0, "switch_seconds": 0.0, "prefill_rate": FASTEST}
-"""Of the figures that may be assumed those that are a time or a speed, and the value at which they cost nothing."""
+_OTHERS = {"push_seconds": 0.0, "switch_seconds": 0.0, "prefill_rate": FASTEST, "engine_half": 0.0}
+"""Of the figures that may be assumed those that are no sizes, and another value to see what rests on them: a time and a
+speed cost nothing there, and an engine generates as fast with any number of requests."""
 PARTIAL, ASYNC = "colocate + partial", "fully async"
 COMMAND = Command(
     "relax simulate [--from RUN_DIR] [options]",
@@ -85,7 +86,7 @@ def options() -> dict[str, Option]:
 def simulated(settings: SimulateSettings) -> Comparison:
     """Runs the model for every plan; colocate alone comes first.
 
-    Where a time or a speed is assumed, the model runs again without it.
+    Where one of :data:`_OTHERS` is assumed, the model runs again with the other value.
 
     Raises:
         ConfigError: figures are missing, the plans do not fit the GPUs, or would take too long; holds all problems.
@@ -93,7 +94,7 @@ def simulated(settings: SimulateSettings) -> Comparison:
     figures = Figures(settings)
     plans = _plans(settings, figures)
     n, events = int(figures.number("n_samples_per_prompt")), 0
-    assumed = [name for name in _AT_BEST if name in figures.assumed]
+    assumed = [name for name in _OTHERS if name in figures.assumed]
     for plan, _ in plans:
         steps = settings.num_rollout + 2 * (plan.bound.max_staleness or 0) + 2
         events += steps * (plan.bound.depth * n + plan.engines) * (1 + len(assumed))
@@ -111,8 +112,16 @@ def simulated(settings: SimulateSettings) -> Comparison:
         found = [simulate(plan, figures.rates(**instead), lengths, steps=settings.num_rollout) for plan, _ in plans]
         return [Row(*plan, step, found[0].seconds / step.seconds) for plan, step in zip(plans, found, strict=True)]
 
-    without = {name: (_AT_BEST[name], rows(**{name: _AT_BEST[name]})) for name in assumed}
-    return Comparison(figures, rows(), without, (*figures.notes, *_left_out(settings, figures, plans)))
+    def other(name: str) -> tuple[float, list[Row]]:
+        instead = {name: _OTHERS[name]}
+        if name == "engine_half":
+            assert figures.constant_rate is not None
+            instead["engine_rate"] = figures.constant_rate
+        return _OTHERS[name], rows(**instead)
+
+    return Comparison(
+        figures, rows(), {name: other(name) for name in assumed}, (*figures.notes, *_left_out(settings, figures, plans))
+    )
 
 
 def _left_out(settings: SimulateSettings, figures: Figures, plans: Sequence[tuple[Plan, int]]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from relax_data.options import flag
 
 from relax_cli.config.run_config import ConfigError
-from relax_cli.simulate.measured import MeasuredRun
+from relax_cli.simulate.measured import MeasuredRun, TooMuchAlike
 from relax_cli.simulate.model import Rates
 from relax_cli.simulate.settings import LONGEST, SimulateSettings
 from relax_cli.simulate.steps import LENGTHS
@@ -27,6 +27,9 @@ _ASSUMED: dict[str, float | None] = {
     "prompt_length": 0,
 }
 """What stands for a figure that is not given when there is no run to read it from; None: it is needed."""
+
+ASSUMED_HALF = 100.0
+"""--engine-half of a run whose rollouts do not tell: about that of a model of 4 B parameters on an H200."""
 
 Draw = Callable[[random.Random], int]
 
@@ -46,6 +49,7 @@ class Figures:
         table: every figure with its source.
         draw: makes one response length.
         assumed: names of the figures that are neither given nor read.
+        constant_rate: what ``engine_rate`` would be with an ``engine_half`` of 0, where that one is assumed.
         notes: in words, what of the run is left out.
 
     Raises:
@@ -55,6 +59,7 @@ class Figures:
     def __init__(self, settings: SimulateSettings) -> None:
         self.table: dict[str, Figure] = {}
         self.assumed: list[str] = []
+        self.constant_rate: float | None = None
         self._settings = settings
         run, problems = None, []
         if settings.from_run is not None:
@@ -133,7 +138,16 @@ class Figures:
                 flag(n) for n, is_there in (("engine_rate", rate), ("engine_half", half)) if not is_there
             )
             raise ValueError(f"{missing} needed: give both, or --from RUN_DIR with a run that shows them")
-        *fitted, source = self._run.engine(rate=self._settings.engine_rate, half=self._settings.engine_half)
+        try:
+            *fitted, source = self._run.engine(rate=self._settings.engine_rate, half=self._settings.engine_half)
+        except TooMuchAlike:
+            self.constant_rate, *_ = self._run.engine(rate=None, half=0.0)
+            *fitted, source = self._run.engine(rate=None, half=ASSUMED_HALF)
+            words = (
+                "assumed, as of 4 B on an H200: rollouts that are so much alike do not tell it; --engine-half sets it"
+            )
+            self.table["engine_half"] = Figure(ASSUMED_HALF, words)
+            self.assumed.append("engine_half")
         for name, value in zip(("engine_rate", "engine_half"), fitted, strict=True):
             self.table.setdefault(name, Figure(value, f"the run: {source}"))
 

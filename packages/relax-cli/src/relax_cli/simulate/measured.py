@@ -15,6 +15,10 @@ _ALIKE = 0.01
 """Least sine squared of the angle between two columns of equations that tell two unknowns apart."""
 
 
+class TooMuchAlike(ValueError):
+    """The rollouts of a run do not tell how the rate of an engine rises with the number of its requests."""
+
+
 class MeasuredRun:
     """A run that has trained steps. The first one, in which everything warms up, is left out if there are others.
 
@@ -100,11 +104,14 @@ class MeasuredRun:
             half: the second one, where it is known.
 
         Raises:
+            TooMuchAlike: the run would tell one of them if the other one were known.
             ValueError: the run does not tell it.
         """
         points = self._busy_points() if self._is_async else self._rollout_points()
         try:
             rate, half = fit_engine(points, rate=rate, half=half)
+        except TooMuchAlike:
+            raise
         except ValueError as error:
             raise ValueError(f"--from {self.folder}: {error}") from None
         off = sum(abs(s - (tokens + half * longest) / rate) for tokens, longest, s in points) / sum(
@@ -224,7 +231,8 @@ def fit_engine(
         half: requests with half of that, where it is known.
 
     Raises:
-        ValueError: the rollouts do not tell; the message says which flag does.
+        TooMuchAlike: no constant is known, and the rollouts do not tell both.
+        ValueError: what is known cannot be.
     """
     tokens, longest, seconds = (math.fsum(column) for column in zip(*points, strict=True))
     if half is None and rate is not None:
@@ -240,7 +248,4 @@ def fit_engine(
         a, b = (ts * ll - ls * tl) / determinant, (ls * tt - ts * tl) / determinant
         if a > 0 and b >= 0:
             return 1 / a, b / a
-    raise ValueError(
-        "its rollouts are too much alike to tell how the rate of an engine rises with the number of its requests; give "
-        "--engine-half, the number with which it has half of its highest rate, or --engine-rate, that rate"
-    )
+    raise TooMuchAlike("rollouts that are too much alike do not tell how the rate of an engine rises")

@@ -41,7 +41,7 @@ class Comparison:
     Attributes:
         figures: all figures.
         rows: one for each plan; colocate alone is the first.
-        without: for a figure that is assumed, by name: a value at which it costs nothing, and the rows at that value.
+        without: for a figure that is assumed, by name: another value, and the rows at that value.
         notes: in words, what of the run or of the rows is left out.
     """
 

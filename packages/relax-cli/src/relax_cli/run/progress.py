@@ -30,7 +30,7 @@ def who_waits(scalars: Mapping[str, Any]) -> str:
     if "async/trainer_idle_share" not in scalars:
         return ""
     trainer, engines = scalars["async/trainer_idle_share"], scalars.get("async/engine_idle_share", 0.0)
-    paused, opened = scalars.get("async/engine_paused_share", 0.0), scalars.get("async/open_groups", 0.0)
+    paused, opened = scalars.get("async/engine_paused_share", 0.0), scalars.get("rollout/open_groups", 0.0)
     return (
         f"trainer waits {trainer:.0%}, engines wait {engines:.0%} and rest {paused:.0%}, "
         f"{opened:.0f} groups open, {scalars.get('async/ready_groups', 0.0):.0f} ready"

@@ -16,7 +16,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from relax_data.prompts.ledger import PromptState
 from relax_data.types import SampleGroup, WeightVersion
 
 from relax_rollout.engines.pool import EnginePool
@@ -209,7 +208,6 @@ class Producer:
         ledger = self._loop.ledger
         resumed = sum(any(s.tokens and not s.status.finished for s in g.samples) for g in running.groups)
         metrics = {
-            "async/open_groups": float(len(ledger.groups(PromptState.OUT, PromptState.PARTIAL, PromptState.BUFFERED))),
             "async/ready_groups": float(len(ledger.ready)),
             "async/running_groups": float(len(running)),
             "async/interrupted_groups": float(resumed),

@@ -238,14 +238,15 @@ class RolloutLoop:
 
     def _interruption_metrics(self, rollout: RolloutContext, groups: Sequence[SampleGroup]) -> dict[str, float]:
         """What interrupted samples cost and kept; see :mod:`relax_rollout.loop.metrics`."""
-        carried = self.ledger.groups(PromptState.PARTIAL, PromptState.BUFFERED)
+        carried = self.ledger.groups(PromptState.OUT, PromptState.PARTIAL, PromptState.BUFFERED)
         context, waited = rollout.runner.context, 0.0
         if rollout.full_since is not None:
             waited = time.monotonic() - rollout.full_since
         most = max((s.aborted_count for g in (*groups, *carried) for s in g.samples), default=0)
         return {
             "rollout/interrupted_max": float(most),
-            "rollout/open_groups": float(sum(g.start_version is not None for g in carried)),
+            # As the gate counted them until this step took its own.
+            "rollout/open_groups": float(len(groups) + sum(g.start_version is not None for g in carried)),
             "rollout/kept_tokens": float(context.kept_tokens),
             "rollout/reprefilled_tokens": float(context.reprefilled_tokens),
             "rollout/waited_for_deadline_s": waited,

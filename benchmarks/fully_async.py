@@ -6,29 +6,39 @@
 
 `relax train` runs once for each way on the same prompts, seed and forced lengths, and on as many GPUs: `colocate` uses
 all of them first for one, then for the other; `partial:N` does so with partial rollout and `--max-staleness N`;
-`async:N` is `--fully-async` with `--max-staleness N`, half of the GPUs for each side (`--rollout-num-gpus`). Printed
-is, over the steps behind the warm-up, how many tokens of trained responses a second of wall time gives, what each side
-did, the ratio to colocate, and of `async` that of a step to the trainer's own work and the push, its lower bound.
+`async:N` is `--fully-async` with `--max-staleness N`, half of the GPUs for each side (`--rollout-num-gpus`). As many
+groups are open as the staleness allows, N + 1 times those of a step. Printed is, over the steps behind the warm-up, how
+many tokens of trained responses a second of wall time gives, what each side did, the ratio to colocate, and of `async`
+that of a step to the trainer's own work and the push, its lower bound.
 
-With `--out FOLDER` the ways may be run one by one; those that are there are compared. `relax simulate --from
-FOLDER/runs/colocate` says what the model makes of the same run.
+Beside it stands what the model of `relax simulate` makes of each way with the figures of the colocate run, and how far
+the measured step is from it; the goal is 15 %. Lengths that are all alike (`--spread 0`) do not tell how the rate of an
+engine rises with its requests: give `--engine-half` for them, else the one that `relax simulate` assumes is taken.
+
+With `--out FOLDER` the ways may be run one by one; those that are there are compared.
 """
 
 import argparse
 import json
 import re
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from partial_rollout import EXAMPLE, prepare, task_parser, train
+from partial_rollout import EXAMPLE, GPU, prepare, task_parser, train
+from relax_cli.simulate.figures import Figures
+from relax_cli.simulate.model import Lengths, Plan, simulate
+from relax_cli.simulate.settings import SimulateSettings
+from relax_rollout.staleness import StalenessBound
 
-GPU = torch.cuda.is_available()
 TRAINER = ("fetch", "log_probs", "ref_log_probs", "train", "train_wait")
 """Phases of a step in which the trainer works."""
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 PUSH = ("pause", "weight_update", "sleep_wake", "resume")
+MODEL_GOAL = 0.15
+"""Most that a measured step may be from the model's, as a share of it."""
 
 
 def way_of(text: str) -> str:
@@ -50,12 +60,17 @@ def run_name(way: str) -> str:
     return way.replace(":", "-")
 
 
+def open_groups(way: str, arguments: argparse.Namespace) -> int:
+    """Groups that may be open at once: as many as the staleness allows."""
+    return int(arguments.batch) * (split(way)[1] + 1)
+
+
 def words(way: str, arguments: argparse.Namespace) -> list[str]:
     """Options of `relax train` for one way."""
     mode, staleness = split(way)
     generating = arguments.rollout_num_gpus if mode == "async" else 0
     training = arguments.gpus - generating if GPU else 0
-    groups = arguments.batch * (staleness + 1)
+    groups = open_groups(way, arguments)
     options = ["--fully-async" if mode == "async" else "--colocate", "--actor-num-gpus-per-node", str(training)]
     if mode == "async":
         options += ["--rollout-num-gpus", str(generating)] if GPU else []
@@ -126,6 +141,29 @@ def figures(way: str, arguments: argparse.Namespace, folder: Path) -> dict[str, 
     return found
 
 
+def modelled(ways: Iterable[str], arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Seconds of a step of each way, as the model has them with the figures of the colocate run."""
+    run = str(folder / "runs" / "colocate")
+    figures = Figures(SimulateSettings(from_run=run, engine_half=arguments.engine_half))
+    lengths = Lengths(figures.draw, n=arguments.samples, prompt=figures.number("prompt_length"), seed=1234)
+    half = figures.table["engine_half"]
+    print(f"the model: engine-rate {figures.number('engine_rate'):.0f}, engine-half {half.value:.4g} ({half.source})")
+    found = {}
+    for way in ways:
+        mode, staleness = split(way)
+        gpus = int(arguments.gpus) if GPU else 1  # the two cores of a CPU: one side after the other, or one for each
+        generating = arguments.rollout_num_gpus if GPU and mode == "async" else 0
+        plan = Plan(
+            mode=mode,
+            in_turn=mode != "async",
+            train_gpus=gpus - generating,
+            engines=generating or gpus,
+            bound=StalenessBound(batch=arguments.batch, depth=open_groups(way, arguments), max_staleness=staleness),
+        )
+        found[way] = simulate(plan, figures.rates(), lengths, steps=200).seconds
+    return found
+
+
 def report(found: dict[str, dict[str, float]]) -> None:
     """Prints the table, one column for each way."""
     names = list(dict.fromkeys(name for column in found.values() for name in column))
@@ -153,6 +191,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rollout-num-gpus", type=int, help="of them that generate with async; default: half")
     parser.add_argument("--spread", type=float, default=0.0, help="standard deviation of their logarithm; 0: all alike")
     parser.add_argument("--cap-tokens", type=int, help="longest response; default: the mean")
+    parser.add_argument("--engine-half", type=float, help="for the model, as `relax simulate` takes it")
     parser.add_argument("--max-running-requests", type=int, default=512, help="of an engine")
     parser.add_argument("--rollouts", type=int, default=20, help="that are counted")
     parser.add_argument("--mem-fraction", type=float, default=0.6, help="of a shared GPU's memory, for the engine")
@@ -172,7 +211,15 @@ def main() -> None:
     print(f"logs in {folder}")
     there = sorted(path.name.replace("-", ":") for path in (folder / "runs").iterdir())
     every = {each: figures(each, arguments, folder) for each in there}
-    report({each: column for each, column in every.items() if column is not None})
+    found = {each: column for each, column in every.items() if column is not None}
+    predicted = modelled(found, arguments, folder) if "colocate" in found else {}
+    for each, seconds in predicted.items():
+        found[each] |= {"model: step, s": seconds, "measured / model": found[each]["step, s"] / seconds}
+    report(found)
+    if predicted:
+        off = {each: abs(column["measured / model"] - 1) for each, column in found.items()}
+        most = max(off, key=lambda each: off[each])
+        print(f"farthest from the model: {most}, by {off[most]:.0%} (goal: at most {MODEL_GOAL:.0%})")
 
 
 if __name__ == "__main__":

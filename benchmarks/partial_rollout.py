@@ -245,23 +245,35 @@ def report(found: dict[str, Figures]) -> bool:
     return ratio >= GOAL and not apart > REWARD_GOAL
 
 
+def run_parser(description: str | None) -> argparse.ArgumentParser:
+    """A command line with the options that every comparison of runs has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="keep models, logs and metrics here")
+    parser.add_argument("options", nargs="*", help="further options of `relax train`, after `--`")
+    return parser
+
+
+def run_folder(arguments: argparse.Namespace) -> Path:
+    """The folder of the runs."""
+    folder: Path = (arguments.out or Path(tempfile.mkdtemp(prefix="relax-benchmark-"))).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def task_parser(description: str | None) -> argparse.ArgumentParser:
     """A command line with the options of a task of forced lengths, which :func:`prepare` lays out."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = run_parser(description)
     parser.add_argument("--model-dir", type=Path, help="a Hugging Face folder; default: the model of the example")
     parser.add_argument("--shape", choices=["dense", "4b"], help="a random Qwen3: of 0.6 B (tiny on CPU), or of 4 B")
     parser.add_argument("--mean-tokens", type=float, default=64.0, help="mean of the lengths, before the cap")
     parser.add_argument("--batch", type=int, default=8, help="prompts a step")
     parser.add_argument("--samples", type=int, default=4, help="responses a prompt")
-    parser.add_argument("--out", type=Path, help="keep model, logs and metrics here")
-    parser.add_argument("options", nargs="*", help="further options of `relax train`, after `--`")
     return parser
 
 
 def prepare(arguments: argparse.Namespace) -> Path:
     """The folder of the runs, with the model and the functions that they ask for."""
-    folder: Path = (arguments.out or Path(tempfile.mkdtemp(prefix="relax-benchmark-"))).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = run_folder(arguments)
     if arguments.shape is not None:
         sys.path.insert(0, str(ROOT / "tests"))
         from cli.gpu_layouts_check import make_model

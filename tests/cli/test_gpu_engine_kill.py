@@ -1,4 +1,4 @@
-"""The only engine of a real run on a GPU is killed in the middle of a rollout."""
+"""The only engine of a real run on a GPU is killed while it generates, in both modes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +9,9 @@ SCRIPT = Path(__file__).with_name("gpu_engine_kill_check.py")
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
-def test_it_generates_again_and_no_prompt_is_lost(run_on_gpus: Callable[..., str], tmp_path: Path) -> None:
-    output = run_on_gpus(SCRIPT, "--out", tmp_path)
+@pytest.mark.parametrize(("mode", "gpus"), [([], 1), (["--fully-async"], 2)], ids=["colocate", "fully-async"])
+def test_it_generates_again_and_no_prompt_is_lost(
+    mode: list[str], gpus: int, run_on_gpus: Callable[..., str], tmp_path: Path
+) -> None:
+    output = run_on_gpus(SCRIPT, *mode, "--out", tmp_path, gpus=gpus)
     assert "ok   generates again" in output, output

@@ -1,5 +1,6 @@
 """The fully-async mode as it is: Ray, SGLang and the trainer at work at the same time."""
 
+import asyncio
 import re
 import signal
 from collections.abc import Callable
@@ -16,6 +17,9 @@ from relax_data.prompts.saved_groups import SAMPLES_FILE, read_arrays
 from relax_profiling.timeline.shares import WAITS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+BUCKET_BYTES = 64 << 10
+"""So few that the tiny model is sent in three buckets or more."""
 
 
 def test_without_staleness_it_equals_colocate(task: Any, relax: Callable[..., Any], tmp_path: Path) -> None:
@@ -161,33 +165,67 @@ def test_it_is_killed_stopped_and_goes_on_in_the_other_mode(
     assert last.survivors() == []
 
 
-def test_its_only_engine_is_killed_and_comes_back(task: Any, relax: Callable[..., Any], tmp_path: Path) -> None:
-    gate = Gate(tmp_path)
-    run = gated(
-        relax,
-        gate,
-        *task.flags(
-            fully_async=True,
-            num_rollout=6,
-            rollout_max_response_len=60,
-            rollout_temperature=0,
-            entropy_coef=0.01,
-            max_tokens_per_gpu=2048,
-        ),
+def test_engine_and_trainer_are_killed_in_the_middle_and_every_prompt_is_trained_once(
+    task: Any, relax: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The only engine while it generates and while it loads a bucket, then the trainer while it sends one; a resume."""
+    gate, checkpoints = Gate(tmp_path), tmp_path / "checkpoints"
+    prompts = 2 * len(task.train.read_text().splitlines())
+    words = task.flags(
+        fully_async=True,
+        num_rollout=None,
+        num_epoch=2,
+        rollout_max_response_len=60,
+        rollout_temperature=0,
+        entropy_coef=0.01,
+        max_tokens_per_gpu=2048,
+        update_weight_buffer_size=BUCKET_BYTES,
+        save=checkpoints,
+        load=checkpoints,
+        save_interval=1,
     )
+    run = gated(relax, gate, *words)
     run.wait_for(lambda: len(run.steps()) >= 1, "first step")
     kill_in_mid_response(run, gate, run.find_server)
-    assert run.finish() == 0, run.output
+    run.wait_for(lambda: "engine0 joined" in run.output, "the engine to come back")
+    kill_in_bucket_two(run, gate, run.find_server)
+    run.wait_for(lambda: run.output.count("engine0 joined") == 2, "the engine to come back again")
     assert "restarting it, 1 of 3" in run.output
-    assert "engine0 joined with the weights of version" in run.output
-    steps = run.steps()
-    assert [m["step"] for m in steps] == list(range(6))
-    assert max(m["staleness/max"] for m in steps) <= 1
-    assert steps[-1]["engines/restarts"] == 1
-    # On-policy samples show that the engine that came back has the trainer's weights, not those it starts with.
-    exact = [m for m in steps if m["train/off_policy_token_share"] == 0]
-    assert all(m["train/logprob_diff_max"] < 1e-4 for m in exact)
+    assert "restarting it, 2 of 3" in run.output
+    kill_in_bucket_two(run, gate, lambda: run.find_actor("TrainActor"), release=False)
+    # The engine is in the middle of a push whose sender is gone, and nobody waits for it.
+    assert run.finish(deadline_s=60) == 1, run.output
+    said = run.output.partition("FAILED")[2]
+    assert "That process was trainer rank 0; see its log trainer_rank0.log." in said, said
+    assert re.search(r"the checkpoint of rollout \d+ in \S+ is whole; to go on from there", said), said
     assert run.survivors() == []
+    check_engine_weights(run)
+    gate.open()
+
+    last = gated(relax, gate, *words)
+    assert last.finish() == 0, last.output
+    assert "resumed from rollout" in last.output
+    steps = last.steps()
+    assert [m["step"] for m in steps] == list(range(prompts // 4)), "no step is missing, none is there twice"
+    assert steps[-1]["prompts/trained"] + 4 == prompts, "the metrics are of the moment before the last step"
+    assert max(m["staleness/max"] for m in steps) <= 1
+    check_engine_weights(last)
+    assert last.survivors() == []
+
+
+def kill_in_bucket_two(run: Any, gate: Gate, find: Callable[[], psutil.Process], *, release: bool = True) -> None:
+    """Kills -9 a process while the engine is about to load the second bucket of a push."""
+    gate.hold_bucket(2)
+    asyncio.run(gate.held())
+    find().kill()
+    if release:
+        gate.open()
+
+
+def check_engine_weights(run: Any) -> None:
+    """On-policy samples show that an engine that came back has the trainer's weights, not those it starts with."""
+    exact = [m for m in run.steps() if m["train/off_policy_token_share"] == 0]
+    assert all(m["train/logprob_diff_max"] < 1e-4 for m in exact)
 
 
 def proportional_bytes(process: psutil.Process) -> int:

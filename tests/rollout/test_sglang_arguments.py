@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from relax_rollout.engines.sglang import arguments, cpu
+from relax_rollout.engines.sglang import arguments, cpu, gpu
 from relax_rollout.engines.sglang.settings import SGLangSettings
 from rollout.sglang_argument_kinds import HARMLESS
 
@@ -18,6 +18,12 @@ def test_a_known_argument_is_parsed_by_its_type() -> None:
     assert arguments.lookup("log-level").parse(["INFO"]) == "INFO"
     assert arguments.lookup("extra-metric-labels").parse(['{"a": "b"}']) == '{"a": "b"}'
     assert arguments.lookup("cuda-graph-bs-decode").parse(["1", "2"]) == [1, 2]
+
+
+def test_backends_without_kernels_are_named_for_each_attention() -> None:
+    for name, value in gpu.KERNEL_FREE_OPTIONS.items():
+        assert arguments.lookup(name).check(value) is None
+    assert {"attention-backend", "mm-attention-backend"} <= set(gpu.KERNEL_FREE_OPTIONS), "a tower has its own"
 
 
 @pytest.mark.parametrize(

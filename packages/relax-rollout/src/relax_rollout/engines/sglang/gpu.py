@@ -8,6 +8,8 @@ KERNEL_FREE_OPTIONS: dict[str, Any] = {
     "attention-backend": "triton",
     "sampling-backend": "pytorch",
     "grammar-backend": "none",
+    # A vision tower has an attention of its own, which on Hopper and Blackwell would take the missing kernels.
+    "mm-attention-backend": "triton_attn",
     # Prefill graphs need the kernels that are missing; decode graphs do not.
     "cuda-graph-backend-prefill": "disabled",
 }

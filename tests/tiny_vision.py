@@ -23,6 +23,12 @@ def vision_tokenizer() -> Any:
     return tokenizer
 
 
+def media_tokens(tokenizer: Any) -> list[int]:
+    """The tokens that stand for pictures and for videos."""
+    ids: list[int] = tokenizer.convert_tokens_to_ids(list(VISION[2:]))
+    return ids
+
+
 def save_processor(folder: Path) -> Any:
     """Writes tokenizer and image processor; pictures are cut into patches of 14 x 14 pixels, 2 x 2 give a token."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor

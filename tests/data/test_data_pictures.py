@@ -72,7 +72,7 @@ def test_tokens_count_pieces_and_the_engine_gets_one_for_each_picture(
     assert [len(p.features["image_grid_thw"]) for p in prompts[:2]] == [1, 2]
     assert prompts[1].features["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 4]], "c.png is shown lying"
     assert prompts[2].features == {}
-    assert prompts[0].features["picture_token"].tolist() == [token]
+    assert prompts[0].features["media_tokens"].tolist() == [token]
     # What the engine decodes gives the very tensors that the trainer gets.
     files = [base64.b64decode(uri.partition(",")[2]) for uri in picture_uris(prompts[1].features)]
     again = AutoProcessor.from_pretrained(folder).image_processor(
@@ -99,22 +99,24 @@ def test_a_mark_of_a_video_beside_a_picture_is_the_error_of_its_row(folder: Path
 
 
 def test_a_typed_mark_of_a_picture_without_one_is_the_error_of_its_row(folder: Path, pool: ProcessorPool) -> None:
+    from tiny_vision import media_tokens
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     data = folder / "typed.jsonl"
-    data.write_text("\n".join(json.dumps({"input": text}) for text in ("what is <|image_pad|>?", "what?")))
+    data.write_text(
+        "\n".join(json.dumps({"input": text}) for text in ("what is <|image_pad|>?", "what?", "<|video_pad|>"))
+    )
     settings = DataSettings(prompt_data=(str(data),), apply_chat_template=True, multimodal_keys={"image": "images"})
-    token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    assert isinstance(token, int)
-    with pytest.raises(DataError, match=rf"jsonl:1: the prompt has token {token}, which .* a picture.*--skip-bad-rows"):
-        open_prompts(settings, tokenizer, processor=pool, picture_token=token)
+    media = media_tokens(tokenizer)
+    with pytest.raises(DataError, match=rf"jsonl:1: the prompt has token {media[0]}, which .* a picture.*--skip-bad"):
+        open_prompts(settings, tokenizer, processor=pool, media_tokens=media)
     skipping = dataclasses.replace(settings, skip_bad_rows=True)
     for streaming in (False, True):
         each = dataclasses.replace(skipping, use_streaming_dataset=streaming)
-        source = open_prompts(each, tokenizer, num_epoch=1, processor=pool, picture_token=token)
+        source = open_prompts(each, tokenizer, num_epoch=1, processor=pool, media_tokens=media)
         assert [p.source[-1] for p in source.next(2)] == ["2"]
-    assert len(open_prompts(settings, tokenizer, processor=pool)) == 2, "to a model of text it is a token like others"
+    assert len(open_prompts(settings, tokenizer, processor=pool)) == 3, "to a model of text it is a token like others"
 
 
 def test_a_length_limit_counts_the_pieces(folder: Path, pool: ProcessorPool) -> None:

@@ -1,10 +1,12 @@
 """Partial rollout: interrupted samples go on from their tokens, in time, and end where uninterrupted ones end."""
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from relax_data.prompts.template import Drops
 from relax_data.types import Prompt, Sample, SampleStatus
@@ -98,7 +100,9 @@ class Source:
         return 10**6
 
 
-def make_loop(engine: Any, reward: Any, *, max_staleness: int = 3, **options: Any) -> RolloutLoop:
+def make_loop(
+    engine: Any, reward: Any, *, max_staleness: int = 3, source: Source | None = None, **options: Any
+) -> RolloutLoop:
     values: dict[str, Any] = {
         "rollout_batch_size": 2,
         "over_sampling_batch_size": 4,
@@ -107,7 +111,12 @@ def make_loop(engine: Any, reward: Any, *, max_staleness: int = 3, **options: An
     }
     settings = RolloutSettings(**(values | options))
     return RolloutLoop(
-        settings, engines=[engine], source=Source(), reward=reward, tokenizer=Letters(), max_staleness=max_staleness
+        settings,
+        engines=[engine],
+        source=source or Source(),
+        reward=reward,
+        tokenizer=Letters(),
+        max_staleness=max_staleness,
     )
 
 
@@ -146,6 +155,22 @@ async def test_an_interrupted_sample_asks_for_the_rest_only(length_reward: Any) 
     assert last["rollout/waited_for_deadline_s"] > 0
     assert 0 < last["train/off_policy_token_share"] < 1
     assert results[-1].histograms["staleness/samples"][3] == 1
+
+
+async def test_a_picture_that_the_model_writes_ends_a_sample_and_not_the_run(length_reward: Any) -> None:
+    class Pictured(Source):
+        def next(self, n: int) -> list[Prompt]:
+            marks = {"engine_ids": np.array([5, 6]), "media_tokens": np.array([25])}
+            return [dataclasses.replace(prompt, features=marks) for prompt in super().next(n)]
+
+    engine = SlowEngine()
+    loop = make_loop(engine, length_reward, source=Pictured())
+    results = await steps(loop, engine, 4)
+    (sample,) = [s for r in results for g in r.groups if g.prompt.prompt_id == SLOW for s in g.samples]
+    assert (sample.status, sample.aborted_count) == (SampleStatus.TRUNCATED, 1)
+    assert 5 < len(sample.tokens) < 60
+    assert [r.metrics.get("rollout/cut_at_pictures") for r in results if r is not results[0]].count(1.0) == 1
+    assert len([r for r in engine.requests if f"-p{SLOW}-" in r.rid]) == 1
 
 
 IN_PARTS = """

@@ -1,6 +1,7 @@
 """Pictures on a real SGLang server: log-probs are those of transformers, after pushes and behind a seam too."""
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 def prompts(tmp_path: Path) -> list[Prompt]:
     """One prompt with a picture, one with two, one with none."""
     from PIL import Image
-    from tiny_vision import save_processor
+    from tiny_vision import media_tokens, save_processor
 
     save_processor(tmp_path)
     rng = np.random.default_rng(0)
@@ -44,8 +45,11 @@ def prompts(tmp_path: Path) -> list[Prompt]:
     settings = DataSettings(prompt_data=(str(data),), apply_chat_template=True, multimodal_keys={"image": "images"})
     from transformers import AutoTokenizer
 
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     with ProcessorPool(str(tmp_path)) as pool:
-        return open_prompts(settings, AutoTokenizer.from_pretrained(tmp_path), processor=pool, num_epoch=1).next(3)
+        return open_prompts(
+            settings, tokenizer, processor=pool, num_epoch=1, media_tokens=media_tokens(tokenizer)
+        ).next(3)
 
 
 @torch.no_grad()
@@ -59,8 +63,19 @@ def largest_error(model: Any, sample: Sample) -> float:
         more["mm_token_type_ids"] = marks
     expected = torch.log_softmax(model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits[0], -1)
     first = len(sample.prompt.input_ids) - 1
-    pairs = zip(sample.tokens, sample.log_probs, strict=True)
-    return max(abs(float(expected[first + i, token]) - given) for i, (token, given) in enumerate(pairs))
+    columns = enumerate(zip(sample.tokens, sample.log_probs, sample.loss_mask, strict=True))
+    return max(abs(float(expected[first + i, token]) - given) for i, (token, given, sampled) in columns if sampled)
+
+
+def seeing(prompt: Prompt, marks: list[str]) -> Sample:
+    """A response that begins with these marks, which nobody holds back from the engine."""
+    from tiny_vision import vision_tokenizer
+
+    tokens = [vision_tokenizer().encode(mark, add_special_tokens=False)[0] for mark in marks]
+    features = {name: array for name, array in prompt.features.items() if name != "media_tokens"}
+    sample = Sample(dataclasses.replace(prompt, features=features), 0)
+    sample.append(tokens, [0.0] * len(tokens), 2, loss_mask=0)
+    return sample
 
 
 def exported(model: Any) -> list[tuple[str, torch.Tensor]]:
@@ -117,6 +132,11 @@ def test_log_probs_are_those_of_transformers(
                 assert len(sample.tokens) == 16
                 assert set(sample.versions) == {version}
                 errors.append(largest_error(model, sample))
+        sample = seeing(prompts[0], ["<|vision_start|>", "<|vision_end|>"])
+        await context.extend(sample, max_new_tokens=4, ignore_eos=True)
+        errors.append(largest_error(model, sample))
+        with pytest.raises(ValueError, match="engine0"):  # the mark of a further picture it would never answer
+            await context.extend(seeing(prompts[0], ["<|video_pad|>"]), max_new_tokens=1)
         await engine.close()
         return errors
 

@@ -254,3 +254,13 @@ def test_positions_are_those_of_transformers_and_a_mark_in_the_response_is_text(
         ours, marks = picture_positions(tokens, prompt, batch.image_grid_thw[i], vision, "a row")
         np.testing.assert_array_equal(ours, theirs[:, 0].numpy())
         assert marks.max() < prompt
+
+
+@pytest.mark.parametrize("key", ["image_token_id", "video_token_id"])
+def test_a_token_of_pictures_that_is_none_is_named(folder: Path, key: str) -> None:
+    config = read_hf_config(str(folder))
+    vision = model_shape(config).vision
+    assert vision is not None
+    assert (vision.image_token, vision.video_token) == (config["image_token_id"], config["video_token_id"])
+    with pytest.raises(ValueError, match=rf"{key} .*'four'"):
+        model_shape({**config, key: "four"})

@@ -63,7 +63,8 @@ class Prompt:
         features: what became of its pictures, empty for text: for the trainer ``pixel_values`` float32 ``[patches,
             numbers of a patch]`` and ``image_grid_thw`` int64 ``[pictures, 3]``, for the engine ``picture_png`` uint8
             ``[bytes]``, one file after another, ``picture_sizes`` int64 ``[pictures]``, bytes of each, and
-            ``engine_ids`` int64, the tokens with one for each picture, which is ``picture_token`` int64 ``[1]``.
+            ``engine_ids`` int64, the tokens with one for each picture, and ``media_tokens`` int64, the tokens that
+            stand for pictures and videos: no engine goes on behind one that the model wrote.
     """
 
     prompt_id: int

@@ -81,12 +81,13 @@ class RolloutActor:
         self._status = "idle"
         self._tokenizer = AutoTokenizer.from_pretrained(config.train.model.hf_checkpoint)
         self._processor = self._open_processor()
+        self._media_tokens = _media_tokens(config.train.model.hf_checkpoint)
         self._source = open_prompts(
             config.data,
             self._tokenizer,
             num_epoch=config.run.num_epoch,
             processor=self._processor,
-            picture_token=_picture_token(config.train.model.hf_checkpoint),
+            media_tokens=self._media_tokens,
         )
         self._eval_prompts = self._open_eval_prompts()
         self._reward = build_reward(config.reward)
@@ -307,7 +308,14 @@ class RolloutActor:
         names_and_paths = self._config.eval.eval_prompt_data or ()
         prompts = {}
         for name, path in zip(names_and_paths[::2], names_and_paths[1::2], strict=True):
-            source = open_prompts(settings, self._tokenizer, num_epoch=1, paths=path, processor=self._processor)
+            source = open_prompts(
+                settings,
+                self._tokenizer,
+                num_epoch=1,
+                paths=path,
+                processor=self._processor,
+                media_tokens=self._media_tokens,
+            )
             prompts[name] = source.next(len(source))
         return prompts
 
@@ -408,13 +416,13 @@ class RolloutActor:
         await self._engines.close()
 
 
-def _picture_token(folder: str) -> int | None:
-    """The token that stands for a picture, of a model that reads some."""
+def _media_tokens(folder: str) -> tuple[int, ...]:
+    """The tokens that stand for pictures and videos, of a model that reads pictures."""
     from relax_train.models.architectures import model_shape
     from relax_train.settings.model import read_hf_config
 
     try:
         vision = model_shape(read_hf_config(folder)).vision
     except ValueError:  # no model that can be trained: the checks before the start say so where it matters
-        return None
-    return None if vision is None else vision.image_token
+        return ()
+    return () if vision is None else (vision.image_token, vision.video_token)

@@ -1,6 +1,6 @@
 """Opens the prompts of a run: in memory, or streaming."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from relax_data.multimodal.processor import ProcessorPool
@@ -18,7 +18,7 @@ def open_prompts(
     num_epoch: int | None = None,
     paths: str | Sequence[str] | None = None,
     processor: ProcessorPool | None = None,
-    picture_token: int | None = None,
+    media_tokens: Collection[int] = (),
 ) -> PromptSource:
     """Opens the prompts that the settings name.
 
@@ -28,14 +28,14 @@ def open_prompts(
         num_epoch: how often the data is gone through; None is without end.
         paths: read these instead of ``settings.prompt_data`` (evaluation).
         processor: of rows with pictures.
-        picture_token: that stands for a picture, of a model that reads some.
+        media_tokens: that stand for pictures and videos, of a model that reads pictures.
 
     Raises:
         DataError: a file is missing or empty, a row is unusable, or no prompt is left after the filter. Without
             ``use_streaming_dataset`` all rows are read and checked here, before anything starts.
     """
     files = resolve_files(settings.prompt_data if paths is None else paths)
-    builder = PromptBuilder(settings, tokenizer, processor, picture_token)
+    builder = PromptBuilder(settings, tokenizer, processor, media_tokens)
     if settings.use_streaming_dataset:
         return StreamingPromptSource(files, builder, settings, num_epoch=num_epoch)
     return MemoryPromptSource(files, builder, settings, num_epoch=num_epoch)

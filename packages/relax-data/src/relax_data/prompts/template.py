@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from decimal import Decimal
 from typing import Any, TypeVar
 
@@ -85,7 +85,8 @@ class PromptBuilder:
         settings: the data options.
         tokenizer: a transformers tokenizer, or anything with its ``__call__`` and ``apply_chat_template``.
         processor: of rows with ``--multimodal-keys``: makes tokens and tensors of text and pictures together.
-        picture_token: that stands for a picture, of a model that reads some: a row without a picture may not have it.
+        media_tokens: that stand for pictures and videos, of a model that reads pictures: a row without a picture may
+            have none of them.
     """
 
     def __init__(
@@ -93,10 +94,10 @@ class PromptBuilder:
         settings: DataSettings,
         tokenizer: Any,
         processor: ProcessorPool | None = None,
-        picture_token: int | None = None,
+        media_tokens: Collection[int] = (),
     ):
         self._settings = settings
-        self._picture_token = picture_token
+        self._media_tokens = frozenset(media_tokens)
         self._tokenizer = tokenizer
         self._processor = processor
         self.drops = Drops()
@@ -141,7 +142,7 @@ class PromptBuilder:
 
         def finish(i: int, source: str) -> Prompt | None:
             try:
-                draft = take_features(pictured[i], futures[i].result())
+                draft = take_features(pictured[i], futures[i].result(), self._media_tokens)
             except ProcessorCrashed as error:
                 raise DataError(str(error)) from error
             return self._finish(draft, draft.input_ids)
@@ -162,7 +163,8 @@ class PromptBuilder:
         if self._processor is None or not prompt.multimodal:
             return
         ids = prompt.input_ids
-        take_features(prompt, self._processor.submit(prompt.source, prompt.text, prompt.multimodal).result())
+        features = self._processor.submit(prompt.source, prompt.text, prompt.multimodal).result()
+        take_features(prompt, features, self._media_tokens)
         if prompt.input_ids != ids:
             raise DataError(
                 f"{prompt.source}: its pictures give {len(prompt.input_ids)} tokens and gave {len(ids)} at the "
@@ -252,10 +254,10 @@ class PromptBuilder:
         return self._usable(lambda value, _: self._finish(value, ids), draft, draft.source)
 
     def _finish(self, draft: Prompt, ids: Sequence[int]) -> Prompt | None:
-        if self._picture_token is not None and not draft.multimodal and self._picture_token in ids:
+        if not draft.multimodal and (marks := self._media_tokens.intersection(ids)):
             raise DataError(
-                f"{draft.source}: the prompt has token {self._picture_token}, which stands for a picture, and the row "
-                "has none: take its mark out of the text"
+                f"{draft.source}: the prompt has token {min(marks)}, which stands for a picture or a video, and the "
+                "row has none: take its mark out of the text"
             )
         limit = self._settings.rollout_max_prompt_len
         if limit is not None and len(ids) > limit:
@@ -329,8 +331,13 @@ class PromptBuilder:
         return found
 
 
-def take_features(prompt: Prompt, features: Features) -> Prompt:
+def take_features(prompt: Prompt, features: Features, media_tokens: Collection[int] = ()) -> Prompt:
     """Gives a prompt the tokens and the tensors that a processor made of it.
+
+    Args:
+        prompt: gets them.
+        features: of the processor.
+        media_tokens: that stand for pictures and videos, beside the one that stands for its pictures.
 
     Raises:
         DataError: the processor made no tokens, or no pictures of Qwen's kind.
@@ -357,7 +364,7 @@ def take_features(prompt: Prompt, features: Features) -> Prompt:
     prompt.input_ids = ids.tolist()
     prompt.features = {name: features[name] for name in _OF_PICTURES}
     prompt.features["engine_ids"] = ids[first | ~pictured]
-    prompt.features["picture_token"] = ids[first][:1]
+    prompt.features["media_tokens"] = np.union1d(ids[first][:1], np.array(sorted(media_tokens), dtype=np.int64))
     return prompt
 
 

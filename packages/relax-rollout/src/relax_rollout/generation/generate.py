@@ -1,20 +1,23 @@
 """The response of one sample: requests to the engines, the length budget, the end."""
 
+import logging
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 from relax_data.hooks import load_function
-from relax_data.multimodal.images import picture_uris
 from relax_data.types import Prompt, Sample, SampleStatus, WeightVersion
 
 from relax_rollout.concurrency import guarded
 from relax_rollout.engines.base import EngineDied, GenerateRequest, GenerateResult, SamplingParams
 from relax_rollout.engines.router import EngineRouter
 from relax_rollout.errors import describe
+from relax_rollout.generation.pictures import can_go_on, engine_ids, pictures
 from relax_rollout.generation.seam import cut_at_seam, ends_response
 from relax_rollout.settings import EvalSettings, RolloutSettings
+
+logger = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length", "abort"]
 _CUSTOM_FLAG = "--custom-generate-function-path"
@@ -59,6 +62,8 @@ class GenerationContext:
         version: policy version that the engines serve now (the one to write for tokens that no engine sampled).
         kept_tokens: response tokens that interrupted samples brought along when they were continued.
         reprefilled_tokens: tokens of prompt and response whose keys and values were computed again for that.
+        cut_at_pictures: names of the samples that ended as truncated because no engine can go on behind a mark of a
+            picture that the model wrote.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class GenerationContext:
         self._ends = end_token_ids
         self._seams: set[int] = set()
         self.kept_tokens = self.reprefilled_tokens = 0
+        self.cut_at_pictures: set[str] = set()
         self.sampling = sampling
         self.max_context_len = max_context_len
         self.tokenizer = tokenizer
@@ -89,7 +95,9 @@ class GenerationContext:
         return min(self.sampling.max_new_tokens, self.max_context_len - len(prompt.input_ids))
 
     def budget(self, sample: Sample) -> int:
-        """Tokens that may still be added to ``sample``."""
+        """Tokens that may still be added to ``sample``; none behind a mark of a picture that the model wrote."""
+        if not can_go_on(sample, self._decode):
+            return 0
         return self.room(sample.prompt) - len(sample.tokens)
 
     def continue_from(self, sample: Sample) -> None:
@@ -116,12 +124,14 @@ class GenerationContext:
             ignore_eos: go on behind the end of sequence, up to the limit.
 
         Returns:
-            ``stop``, ``length`` (limit or budget reached) or ``abort`` (the rollout interrupts the sample: return).
+            ``stop``, ``length`` (limit or budget reached, or no engine can go on behind a mark of a picture that the
+            model wrote) or ``abort`` (the rollout interrupts the sample: return).
         """
         limit = self.budget(sample)
         if max_new_tokens is not None:
             limit = min(limit, max_new_tokens)
         if limit < 1:
+            self._note_cut(sample)
             return "length"
         seam = id(sample) in self._seams  # still there after calls that asked for nothing
         self._seams.discard(id(sample))
@@ -141,12 +151,33 @@ class GenerationContext:
             if sample.tokens:
                 seam, before, limit = True, [*before, *result.tokens], limit - n
                 sample.aborted_count += 1
+                if self.budget(sample) < 1:
+                    self._note_cut(sample)
+                    return "length"
+
+    def _note_cut(self, sample: Sample) -> None:
+        """Counts a sample that ends here because of a picture's mark; a run must not end by what a model writes."""
+        if can_go_on(sample, self._decode):
+            return
+        if not self.cut_at_pictures:
+            logger.warning(
+                "%s: its response ends after %d tokens, as one that is too long does: it has the mark of a picture or "
+                "a video, and no engine can go on behind a mark that has no picture. The metric "
+                "rollout/cut_at_pictures counts such responses; a model that writes many is far from its start weights",
+                sample.name,
+                len(sample.tokens),
+            )
+        self.cut_at_pictures.add(sample.name)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
 
     def _request(self, sample: Sample, limit: int, stop: Sequence[str], *, ignore_eos: bool) -> GenerateRequest:
         s = self.sampling
         return GenerateRequest(
             rid=f"{self._label}-p{sample.prompt.prompt_id}-s{sample.index}-{uuid.uuid4().hex[:8]}",
-            input_ids=[*_engine_ids(sample), *sample.tokens],
+            input_ids=[*engine_ids(sample.prompt), *sample.tokens],
             sampling=SamplingParams(
                 max_new_tokens=limit,
                 temperature=s.temperature,
@@ -156,7 +187,7 @@ class GenerationContext:
                 stop_token_ids=s.stop_token_ids,
                 ignore_eos=ignore_eos,
             ),
-            multimodal=_pictures(sample.prompt),
+            multimodal=pictures(sample.prompt),
         )
 
     def _end(self, before: list[int], result: GenerateResult, sampling: SamplingParams) -> tuple[int, FinishReason]:
@@ -165,12 +196,7 @@ class GenerationContext:
         Args:
             before: what the sample got from the request that was cut off, when this one goes on from there.
         """
-        tokens, stops = result.tokens, sampling.stop
-
-        def decode(ids: Sequence[int]) -> str:
-            text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
-            return text
-
+        tokens, stops, decode = result.tokens, sampling.stop, self._decode
         # As for the engine, the last token of the budget ends a response by its length, whatever that token is.
         limit = sampling.max_new_tokens
         if (n := cut_at_seam(before, tokens, stops, decode)) is not None:
@@ -190,30 +216,6 @@ class GenerationContext:
         sample.status = statuses[reason]
         if sample.status.finished:
             sample.response = self.tokenizer.decode(sample.tokens, skip_special_tokens=True)
-
-
-def _engine_ids(sample: Sample) -> list[int]:
-    """The prompt's tokens as the engine gets them: one for each picture, which it expands itself.
-
-    Raises:
-        ValueError: the response has the token of a picture, so that the engine could not tell which are pictures.
-    """
-    features = sample.prompt.features
-    if "engine_ids" not in features:
-        return sample.prompt.input_ids
-    if (token := int(features["picture_token"][0])) in sample.tokens:
-        raise ValueError(
-            f"{sample.name}: its response has token {token}, which stands for a picture, and the engine cannot go on "
-            "behind it; the model should not write it: train it less far from its start weights"
-        )
-    ids: list[int] = features["engine_ids"].tolist()
-    return ids
-
-
-def _pictures(prompt: Prompt) -> dict[str, Any]:
-    """What an engine gets beside the tokens: the pictures as files, or what the row holds where none were read."""
-    uris = picture_uris(prompt.features)
-    return {**prompt.multimodal, "image": uris} if uris else prompt.multimodal
 
 
 def _sampled_last(sample: Sample) -> list[int]:

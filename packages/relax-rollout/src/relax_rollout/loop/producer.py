@@ -198,6 +198,7 @@ class Producer:
         result.metrics |= self._metrics(running, result.usage)
         self._router.tokens = rollout.runner.restarted = 0
         rollout.runner.context.kept_tokens = rollout.runner.context.reprefilled_tokens = 0
+        rollout.runner.context.cut_at_pictures.clear()
         rollout.full_since, rollout.waits_for = None, ""
         rollout.step = rollout.rollout_id = step + 1
         self._wake.set()

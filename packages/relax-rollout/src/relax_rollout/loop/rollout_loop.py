@@ -243,7 +243,7 @@ class RolloutLoop:
         if rollout.full_since is not None:
             waited = time.monotonic() - rollout.full_since
         most = max((s.aborted_count for g in (*groups, *carried) for s in g.samples), default=0)
-        return {
+        metrics = {
             "rollout/interrupted_max": float(most),
             # As the gate counted them until this step took its own.
             "rollout/open_groups": float(len(groups) + sum(g.start_version is not None for g in carried)),
@@ -251,6 +251,9 @@ class RolloutLoop:
             "rollout/reprefilled_tokens": float(context.reprefilled_tokens),
             "rollout/waited_for_deadline_s": waited,
         }
+        if context.cut_at_pictures:
+            metrics["rollout/cut_at_pictures"] = float(len(context.cut_at_pictures))
+        return metrics
 
     def book_returned(self) -> None:
         """Books what the last rollout returned: by now the trainer has it. Does nothing when that is booked already."""

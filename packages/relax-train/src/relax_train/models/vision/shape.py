@@ -20,21 +20,25 @@ _DEFAULTS: dict[str, int] = {
     "out_hidden_size": 3584,
 }
 """What transformers takes for a key that is not there."""
+_VIDEO_TOKEN = 151656
+"""Likewise for ``video_token_id``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionShape:
-    """Sizes of a vision tower, and the token that stands for its output.
+    """Sizes of a vision tower, and the tokens that stand for its output.
 
     Attributes:
         config: ``vision_config`` as it was given; transformers builds the tower from it.
         sizes: its sizes by key, defaults filled in.
         image_token: id of the token that stands in a prompt for each piece of a picture.
+        video_token: likewise of a video.
     """
 
     config: Mapping[str, Any] = dataclasses.field(repr=False)
     sizes: Mapping[str, int]
     image_token: int
+    video_token: int
 
     @property
     def merge(self) -> int:
@@ -104,7 +108,16 @@ def read_vision(config: Mapping[str, Any], hidden: int) -> VisionShape:
             f"config.json: vision_config.out_hidden_size {sizes['out_hidden_size']} is not hidden_size {hidden}, which "
             "its pieces take the place of"
         )
-    token = config.get("image_token_id")
+    return VisionShape(
+        config=given,
+        sizes=sizes,
+        image_token=_token(config, "image_token_id", None),
+        video_token=_token(config, "video_token_id", _VIDEO_TOKEN),
+    )
+
+
+def _token(config: Mapping[str, Any], key: str, default: int | None) -> int:
+    token = config.get(key, default)
     if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-        raise ValueError(f"config.json: image_token_id should be a token id, not {str(token)[:40]!r}")
-    return VisionShape(config=given, sizes=sizes, image_token=token)
+        raise ValueError(f"config.json: {key} should be a token id, not {str(token)[:40]!r}")
+    return token

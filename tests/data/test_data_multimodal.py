@@ -256,6 +256,9 @@ def bad_images() -> dict[str, Any]:
         "too many pixels": start + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b""),
         "broken chunk": png[:second] + b"\x8d\x03\x98\xa6" + png[second + 4 :],
         "no image": b"text",
+        "no pixels": png[:8] + chunk(b"IHDR", struct.pack(">IIBBBBB", 0, 0, 8, 2, 0, 0, 0)) + chunk(b"IEND", b""),
+        "empty": b"",
+        "text as bytes": {"bytes": "text"},
         "no bytes": {"bytes": None, "path": None},
         "no path": {},
         "of another kind": 7,
@@ -267,6 +270,20 @@ def bad_images() -> dict[str, Any]:
 def test_a_bad_image_is_an_error_that_names_sample_and_image(name: str) -> None:
     with pytest.raises(DataError, match=r"^x.jsonl:7: image 2 \(.*\) cannot be read: ."):
         run_processor(Pixels(), "x.jsonl:7", "", {"image": [photo("PNG", None), bad_images()[name]]})
+
+
+def test_sixteen_bits_a_pixel_become_eight() -> None:
+    from PIL import Image
+
+    grey = np.arange(0, 65536, 64, dtype=np.uint16).reshape(32, 32)
+    buffer = io.BytesIO()
+    Image.fromarray(grey).save(buffer, "PNG")
+    found = run_processor(Pixels(), "x.jsonl:1", "", {"image": [buffer.getvalue()]})["pixel_values"][0]
+    np.testing.assert_array_equal(found, np.repeat((grey >> 8)[..., None], 3, 2))
+    buffer = io.BytesIO()
+    Image.fromarray(grey.astype(np.float32)).save(buffer, "TIFF")
+    with pytest.raises(DataError, match=r"pixels are numbers of 32 bits, .* save it with 8 bits a channel"):
+        run_processor(Pixels(), "x.jsonl:1", "", {"image": [buffer.getvalue()]})
 
 
 def test_a_processor_adds_no_second_begin_token(processor_folder: str) -> None:

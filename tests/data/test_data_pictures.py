@@ -14,6 +14,7 @@ from relax_data.errors import DataError
 from relax_data.multimodal import ProcessorPool
 from relax_data.multimodal.images import picture_uris
 from relax_data.prompts.open import open_prompts
+from relax_data.prompts.saved_groups import groups_from_state, groups_to_state
 from relax_data.prompts.source import PromptSource
 from relax_data.settings import DataSettings
 from relax_data.types import Sample, SampleGroup, SampleStatus, StepManifest, TrainBatch
@@ -45,12 +46,16 @@ def pool(folder: Path) -> Iterator[ProcessorPool]:
 
 
 def opened(folder: Path, pool: ProcessorPool, rows: list[list[Any]], **options: Any) -> PromptSource:
-    from transformers import AutoTokenizer
-
-    data = folder / f"rows{abs(hash(str(rows)))}.jsonl"
     paths = [[str(folder / name) for name in names] for _, *names in rows]
     lines = [{"input": text, "images": images} for (text, *_), images in zip(rows, paths, strict=True)]
-    data.write_text("\n".join(map(json.dumps, lines)))
+    return read_rows(folder, pool, lines, f"rows{abs(hash(str(rows)))}", **options)
+
+
+def read_rows(folder: Path, pool: ProcessorPool, rows: list[Any], name: str, **options: Any) -> PromptSource:
+    from transformers import AutoTokenizer
+
+    data = folder / f"{name}.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
     settings = DataSettings(
         prompt_data=(str(data),), apply_chat_template=True, multimodal_keys={"image": "images"}, **options
     )
@@ -84,11 +89,39 @@ def test_tokens_count_pieces_and_the_engine_gets_one_for_each_picture(
 
 def test_a_bad_picture_is_the_error_of_its_row(folder: Path, pool: ProcessorPool) -> None:
     rows = [["what is <image>?", "a.png"], ["what is <image>?", "bad.png"], ["<image>?", "b.png"]]
-    with pytest.raises(DataError, match=r"jsonl:2: image 1 \(.*bad.png\) cannot be read: .*--skip-bad-rows"):
+    with pytest.raises(DataError, match=r"jsonl:2: key 'images': image 1 \(.*bad.png\) cannot .*--skip-bad-rows"):
         opened(folder, pool, rows)
     source = opened(folder, pool, rows, skip_bad_rows=True)
     assert (len(source), source.drops.unusable) == (2, 1)
     assert [p.source[-1] for p in source.next(2)] == ["1", "3"]
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ("gone.png", r"key 'images': image 1 \(gone.png\) cannot be read: No such file or directory below /"),
+        ("https://x.y/a.png", "image 1 .* nothing is fetched from the web: download it and give its path"),
+        ("data:image/png;base64," + 9999 * "A", r"image 1 \(data:\S+\.\.\. of 10021 characters\) .* taken for a path"),
+        ([{"url": "a.png"}], r"image 1 \(\{'url': 'a.png'\}\) .* no path, no bytes, and no object"),
+        (["a.png", 7], "key 'images': image 2 is a number; it must be a path, bytes, or an object"),
+        ([None], "key 'images': image 1 is null; it must be"),
+        ([], "key 'input': a <image> mark, and the row has no image under the key 'images'"),
+        (
+            ["a.png", "b.png"],
+            "key 'input': the key 'images' has 2 items and the text 1 marks of them: write <image> once",
+        ),
+        (["flat.png"], "key 'images': the processor failed on pictures of 900 x 2 pixels: .* aspect ratio"),
+    ],
+)
+def test_what_is_wrong_with_the_pictures_of_a_row_is_said(
+    folder: Path, pool: ProcessorPool, images: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (900, 2)).save(folder / "flat.png")
+    monkeypatch.chdir(folder)
+    with pytest.raises(DataError, match=rf"wrong.jsonl:2: .*{message}.* --skip-bad-rows"):
+        read_rows(folder, pool, [{"input": "?"}, {"input": "<image>?", "images": images}], "wrong")
 
 
 def test_a_mark_of_a_video_beside_a_picture_is_the_error_of_its_row(folder: Path, pool: ProcessorPool) -> None:
@@ -148,6 +181,47 @@ def test_tensors_come_back_after_a_checkpoint_or_it_is_said_that_they_changed(
     other = dataclasses.replace(prompt, multimodal={"image": [str(folder / "b.png")]}, features={})
     with pytest.raises(DataError, match="put pictures and processor back"):
         source.restore(other)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_picture_that_changed_since_a_checkpoint_is_told(folder: Path, pool: ProcessorPool, streaming: bool) -> None:
+    """Its size and the tokens stay, one pixel is another."""
+    from PIL import Image
+
+    for name in ("one.png", "two.png"):
+        (folder / name).write_bytes((folder / "a.png").read_bytes())
+    rows = [["<image>?", "one.png"], ["<image>?", "two.png"], ["?"]]
+    source = opened(folder, pool, rows, use_streaming_dataset=streaming)
+    open_group = SampleGroup.start(source.next(1)[0], 1)
+    state, saved = json.loads(json.dumps(source.state_dict())), groups_to_state([open_group])
+
+    def resume() -> None:
+        again = opened(folder, pool, rows, use_streaming_dataset=streaming)
+        again.load_state_dict(state)
+        (group,) = groups_from_state(json.loads(json.dumps(saved[0])), saved[1])
+        again.restore(group.prompt)
+        assert group.prompt.features.keys() == open_group.prompt.features.keys()
+
+    def change(name: str) -> None:
+        with Image.open(folder / name) as image:
+            image.load()
+        image.putpixel((3, 5), (0, 1, 2))
+        image.save(folder / name)
+
+    resume()
+    change("two.png")
+    if streaming:
+        resume()  # it is read when its row comes
+    else:
+        with pytest.raises(
+            DataError, match=r"rows\S*.jsonl, rows 1 to 256: a picture of theirs is another than at the"
+        ):
+            resume()
+        del state["pictures"]  # a checkpoint of before
+        resume()
+    change("one.png")
+    with pytest.raises(DataError, match=r"jsonl:1: a picture is another than at the checkpoint: .* put it back"):
+        resume()
 
 
 def test_responses_to_a_prompt_share_its_tensors(folder: Path, pool: ProcessorPool) -> None:

@@ -134,8 +134,10 @@ def test_images_stand_where_their_marks_are(write_jsonl: Callable[..., str], tok
     assert plain.messages[0]["content"][0] == {"type": "image", "image": "c.jpg"}
     assert plain.multimodal == {"image": ["c.jpg"]}
     assert none.multimodal == {}
-    for text, message in [("<image> <image>", "more <image> marks than items"), ("one <image>", "left over")]:
-        images = ["a"] if "marks" in message else ["a", "b"]
+    for text, images, message in [
+        ("<image> <image>", ["a"], "more <image> marks than the key 'images' has items"),
+        ("one <image>", ["a", "b"], "the key 'images' has 2 items and the text 1 marks of them"),
+    ]:
         with pytest.raises(DataError, match=message):
             open_prompts(
                 settings(

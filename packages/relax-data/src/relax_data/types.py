@@ -64,7 +64,8 @@ class Prompt:
             numbers of a patch]`` and ``image_grid_thw`` int64 ``[pictures, 3]``, for the engine ``picture_png`` uint8
             ``[bytes]``, one file after another, ``picture_sizes`` int64 ``[pictures]``, bytes of each, and
             ``engine_ids`` int64, the tokens with one for each picture, and ``media_tokens`` int64, the tokens that
-            stand for pictures and videos: no engine goes on behind one that the model wrote.
+            stand for pictures and videos: no engine goes on behind one that the model wrote; for a resume
+            ``picture_digest`` uint8 ``[16]``, of their files.
     """
 
     prompt_id: int

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 
 from relax_data.errors import DataError
-from relax_data.multimodal.images import png_features, read_image
+from relax_data.multimodal.images import digest_of, png_features, read_image
 from relax_data.types import Prompt
 
 Features = dict[str, np.ndarray]
 """The output of a processor for one sample: ``input_ids``, ``pixel_values``, ..., as numpy arrays; with images also
-those that :func:`relax_data.multimodal.images.png_features` makes."""
+those that :func:`relax_data.multimodal.images.png_features` makes, and ``picture_digest`` uint8 ``[16]``."""
 
 _START_SECONDS = 120.0
 _STOP_SECONDS = 5.0
@@ -86,7 +86,7 @@ class ProcessorPool:
         """Starts one sample; waits first while ``max_pending`` are unfinished.
 
         Args:
-            name: of the sample, for errors.
+            name: of the sample, and of the key in its row, for errors.
             text: after the chat template.
             multimodal: items by modality, as in :class:`relax_data.types.Prompt`; images are paths, encoded bytes,
                 or ``{"bytes": ..., "path": ...}`` as parquet files hold them.
@@ -150,8 +150,9 @@ def run_processor(processor: Any, name: str, text: str, multimodal: dict[str, An
         DataError: an item cannot be read; names the sample and the item.
     """
     arguments: dict[str, Any] = {"return_tensors": "pt"}
-    if images := multimodal.get("image"):
-        arguments["images"] = [read_image(item, f"{name}: image {i + 1}") for i, item in enumerate(images)]
+    images = [read_image(item, f"{name}: image {i + 1}") for i, item in enumerate(multimodal.get("image") or ())]
+    if images:
+        arguments["images"] = [image for image, _ in images]
     for modality, argument in (("video", "videos"), ("audio", "audio")):
         if multimodal.get(modality):
             arguments[argument] = multimodal[modality]
@@ -167,9 +168,12 @@ def run_processor(processor: Any, name: str, text: str, multimodal: dict[str, An
         features = {key: np.ascontiguousarray(np.asarray(value)) for key, value in found.items()}
     except (Exception, SystemExit) as error:
         # Processors raise what their parts raise.
-        raise DataError(f"{name}: the processor failed: {type(error).__name__}: {error}") from error
-    if "images" in arguments:
+        sizes = ", ".join(f"{image.width} x {image.height}" for image, _ in images)
+        what = f" on pictures of {sizes} pixels" if sizes else ""
+        raise DataError(f"{name}: the processor failed{what}: {type(error).__name__}: {error}") from error
+    if images:
         features |= png_features(arguments["images"])
+        features["picture_digest"] = digest_of([digest for _, digest in images])
     for key, array in features.items():
         if array.dtype.kind in "OV":  # pointers and records: no tensor, and the one means nothing in another process
             raise DataError(f"{name}: the processor's {key!r} is an array of {array.dtype}, not of numbers or text")

@@ -6,7 +6,8 @@ the prompt as Python writes it, or not at all. So what is no text is an error he
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from relax_data.errors import DataError
@@ -25,7 +26,7 @@ def read_messages(
     multimodal: dict[str, Any],
     template: str,
     where: str,
-    modalities: Collection[str] = (),
+    keys: Mapping[str, str] = MappingProxyType({}),
 ) -> Messages:
     """Chat messages of a row, as a template is given them.
 
@@ -39,7 +40,7 @@ def read_messages(
         multimodal: items by modality, to be put where their marks stand.
         template: source of the chat template; a role that is none of :data:`ROLES` must occur in it.
         where: file, line and key, for errors.
-        modalities: that ``--multimodal-keys`` names; a mark of one needs an item.
+        keys: of ``--multimodal-keys``, by modality; a mark of one needs an item.
 
     Raises:
         DataError: it is no list of messages, or a role, content or part of one is not of a kind that can be rendered;
@@ -54,10 +55,12 @@ def read_messages(
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     if multimodal:
-        return _place_items(messages, multimodal, where)
+        return _place_items(messages, multimodal, keys, where)
     for text in (m["content"] for m in messages if isinstance(m["content"], str)):
-        if lone := next((mark[1] for mark in _MARK.finditer(text) if mark[1] in modalities), None):
-            raise DataError(f"{where}: a <{lone}> mark, and the row has no {lone} under the key of --multimodal-keys")
+        if lone := next((mark[1] for mark in _MARK.finditer(text) if mark[1] in keys), None):
+            raise DataError(
+                f"{where}: a <{lone}> mark, and the row has no {lone} under the key {keys[lone]!r} (--multimodal-keys)"
+            )
     return messages
 
 
@@ -169,7 +172,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     return clean
 
 
-def _place_items(messages: Messages, multimodal: dict[str, Any], where: str) -> Messages:
+def _place_items(messages: Messages, multimodal: dict[str, Any], keys: Mapping[str, str], where: str) -> Messages:
     """Puts images and the like where their marks stand; without any mark, before the first user text."""
     queues = {modality: list(items) for modality, items in multimodal.items()}
     marked = any(_MARK.search(m["content"]) for m in messages if isinstance(m.get("content"), str))
@@ -177,7 +180,7 @@ def _place_items(messages: Messages, multimodal: dict[str, Any], where: str) -> 
     for message in messages:
         content = message.get("content")
         if isinstance(content, str) and marked:
-            message = {**message, "content": _split_marks(content, queues, where)}
+            message = {**message, "content": _split_marks(content, queues, keys, where)}
         elif isinstance(content, str) and message["role"] == "user" and any(queues.values()):
             items = [{"type": m, m: i} for m, queue in queues.items() for i in queue]
             message = {**message, "content": [*items, {"type": "text", "text": content}]}
@@ -188,19 +191,23 @@ def _place_items(messages: Messages, multimodal: dict[str, Any], where: str) -> 
                 if isinstance(part, dict) and queues.get(part.get("type", "")):
                     queues[part["type"]].pop(0)
         placed.append(message)
-    left = {m: len(q) for m, q in queues.items() if q}
-    if left:
-        raise DataError(f"{where}: more items than marks in the text: {left} left over; write <image> for each image")
+    for modality, left in queues.items():
+        if left:
+            raise DataError(
+                f"{where}: the key {keys.get(modality, modality)!r} has {len(multimodal[modality])} items and the text "
+                f"{len(multimodal[modality]) - len(left)} marks of them: write <{modality}> once for each"
+            )
     return placed
 
 
-def _split_marks(text: str, queues: dict[str, list[Any]], where: str) -> list[dict[str, Any]]:
+def _split_marks(text: str, queues: dict[str, list[Any]], keys: Mapping[str, str], where: str) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     position = 0
     for mark in _MARK.finditer(text):
         modality = mark[1]
         if not queues.get(modality):
-            raise DataError(f"{where}: more <{modality}> marks than items of --multimodal-keys")
+            where_items = f"the key {keys[modality]!r} has items" if modality in keys else "--multimodal-keys has items"
+            raise DataError(f"{where}: more <{modality}> marks than {where_items}: write one for each")
         if mark.start() > position:
             parts.append({"type": "text", "text": text[position : mark.start()]})
         parts.append({"type": modality, modality: queues[modality].pop(0)})

@@ -53,6 +53,8 @@ _TYPES = {
 
 _OF_USERS = ("label", "messages", "metadata", "multimodal")
 """Fields of a prompt that hold whatever the data held."""
+_DIGEST = "picture_digest"
+"""The one feature that is saved: the others are made anew, and it tells whether they are the same."""
 
 
 # ---------------------------------------------------------------------- write
@@ -160,6 +162,8 @@ def _words_of(sample: Sample) -> dict[str, Any]:
 
 def _prompt_to_state(prompt: Prompt) -> dict[str, Any]:
     values = {f: to_plain(getattr(prompt, f), f"{prompt.source}: {f}", objects=True) for f in _OF_USERS}
+    if _DIGEST in prompt.features:
+        values[_DIGEST] = prompt.features[_DIGEST].tobytes().hex()
     return {
         "prompt_id": prompt.prompt_id,
         "epoch": prompt.epoch,
@@ -256,4 +260,8 @@ def _sample_from(arrays: Arrays, i: int, prompt: Prompt, words: dict[str, Any]) 
 
 
 def _prompt_from_state(state: dict[str, Any]) -> Prompt:
-    return Prompt(**{k: from_plain(v) if k in _OF_USERS else v for k, v in state.items()})
+    values = {k: from_plain(v) if k in _OF_USERS else v for k, v in state.items() if k != _DIGEST}
+    prompt = Prompt(**values)
+    if _DIGEST in state:
+        prompt.features[_DIGEST] = np.frombuffer(bytes.fromhex(state[_DIGEST]), dtype=np.uint8)
+    return prompt

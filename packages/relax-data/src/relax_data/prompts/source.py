@@ -11,6 +11,7 @@ import numpy as np
 
 from relax_data.errors import DataError
 from relax_data.prompts.order import permutation
+from relax_data.prompts.picture_digests import PictureDigests
 from relax_data.prompts.template import Drops, PromptBuilder, SourcedRow
 from relax_data.readers.base import RowFile
 from relax_data.readers.files import FileSlice, warn_of_repeats
@@ -55,7 +56,7 @@ class PromptSource(Protocol):
         """Gives a prompt of a checkpoint what is not saved with it: the tensors of its pictures.
 
         Raises:
-            DataError: a picture cannot be read any more, or gives other tokens than it did.
+            DataError: a picture cannot be read any more, or is another than it was.
         """
         ...
 
@@ -88,6 +89,7 @@ class MemoryPromptSource:
         self._builder = builder
         self._prompts: list[_Stored] = []
         self._rows_read = self._picture_bytes = 0
+        self._pictures = PictureDigests()
         prints, counts = [], []
         for file in files:
             rows = open_rows(file.path)
@@ -114,6 +116,7 @@ class MemoryPromptSource:
                 if prompt is not None:
                     self._prompts.append(_Stored(prompt, np.array(prompt.input_ids, dtype=np.int32)))
                     prompt.input_ids = []
+                    self._pictures.add(prompt)
                     self._picture_bytes += sum(array.nbytes for array in prompt.features.values())
             if self._picture_bytes > _MOST_PICTURE_BYTES:
                 size = f"{self._picture_bytes / 2**30:.1f} GiB"
@@ -166,6 +169,7 @@ class MemoryPromptSource:
             "kind": "memory",
             "files": self._files.state(),
             "rendering": self._builder.rendering(),
+            "pictures": self._pictures.state(),
             "prompts": len(self._prompts),
             "shuffle": self._settings.rollout_shuffle,
             "seed": self._settings.rollout_seed,
@@ -185,6 +189,7 @@ class MemoryPromptSource:
                 f"the checkpoint has {state['prompts']} prompts an epoch, now there are {len(self._prompts)}: "
                 "--rollout-max-prompt-len, --skip-bad-rows, the keys or the tokenizer must be as they were"
             )
+        self._pictures.check(state.get("pictures"))
         self._epoch, self._position, self._prompt_id = state["epoch"], state["position"], state["prompt_id"]
 
 

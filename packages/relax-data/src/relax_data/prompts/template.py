@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from decimal import Decimal
 from typing import Any, TypeVar
 
@@ -15,7 +16,8 @@ import numpy as np
 from relax_data.errors import DataError
 from relax_data.multimodal.processor import Features, ProcessorCrashed, ProcessorPool
 from relax_data.options import flag
-from relax_data.prompts.messages import check_rendered, parsed_json, read_messages, read_tools
+from relax_data.prompts.messages import check_rendered, kind, parsed_json, read_messages, read_tools
+from relax_data.prompts.picture_digests import OTHER_PICTURES
 from relax_data.prompts.token_bound import characters_a_token, fewest_tokens
 from relax_data.readers.base import Row
 from relax_data.settings import DataSettings
@@ -138,7 +140,7 @@ class PromptBuilder:
         if self._processor is None:
             return {}
         pictured = {i: d for i, d in enumerate(drafts) if d is not None and d.multimodal}
-        futures = {i: self._processor.submit(d.source, d.text, d.multimodal) for i, d in pictured.items()}
+        futures = {i: self._processed(self._processor, d) for i, d in pictured.items()}
 
         def finish(i: int, source: str) -> Prompt | None:
             try:
@@ -154,22 +156,31 @@ class PromptBuilder:
                 future.cancel()
             raise
 
+    def _processed(self, processor: ProcessorPool, prompt: Prompt) -> Future[Features]:
+        key = (self._settings.multimodal_keys or {}).get("image")
+        return processor.submit(f"{prompt.source}: key {key!r}", prompt.text, prompt.multimodal)
+
     def restore(self, prompt: Prompt) -> None:
         """Makes the tensors of a prompt's pictures anew: a checkpoint has their paths or their bytes alone.
 
+        Args:
+            prompt: with the digest of its pictures, where the checkpoint has one.
+
         Raises:
-            DataError: a picture cannot be read any more, or gives other tokens than it did.
+            DataError: a picture cannot be read any more, or is another than it was.
         """
         if self._processor is None or not prompt.multimodal:
             return
         ids = prompt.input_ids
-        features = self._processor.submit(prompt.source, prompt.text, prompt.multimodal).result()
-        take_features(prompt, features, self._media_tokens)
+        digest = prompt.features.get("picture_digest")
+        take_features(prompt, self._processed(self._processor, prompt).result(), self._media_tokens)
         if prompt.input_ids != ids:
             raise DataError(
                 f"{prompt.source}: its pictures give {len(prompt.input_ids)} tokens and gave {len(ids)} at the "
                 "checkpoint: put pictures and processor back as they were"
             )
+        if digest is not None and not np.array_equal(prompt.features["picture_digest"], digest):
+            raise DataError(f"{prompt.source}: a picture {OTHER_PICTURES}")
 
     def _short_enough(self, draft: Prompt | None) -> Prompt | None:
         """The prompt, or None for one that the length limit drops whatever its tokens are: tokenising it is dear."""
@@ -279,9 +290,7 @@ class PromptBuilder:
         if s.apply_chat_template:
             where = f"{source}: key {s.input_key!r}"
             template = str(getattr(self._tokenizer, "chat_template", ""))
-            messages = read_messages(
-                value, s.system_prompt, multimodal, template, where, (s.multimodal_keys or {}).keys()
-            )
+            messages = read_messages(value, s.system_prompt, multimodal, template, where, s.multimodal_keys or {})
             text = self._render(messages, row, source)
             check_rendered(messages, text, where)
         elif isinstance(value, str):
@@ -324,8 +333,12 @@ class PromptBuilder:
         for modality, key in (self._settings.multimodal_keys or {}).items():
             if row.get(key) is not None:
                 items = row[key] if isinstance(row[key], list) else [row[key]]
-                if not all(isinstance(i, str | bytes | dict) for i in items):
-                    raise DataError(f"{source}: key {key!r} must hold paths, bytes or objects, one or a list")
+                for i, item in enumerate(items):
+                    if not isinstance(item, str | bytes | dict):
+                        raise DataError(
+                            f"{source}: key {key!r}: {modality} {i + 1} is {kind(item)}; it must be a path, bytes, or "
+                            'an object with one of them as "path" or "bytes"'
+                        )
                 if items:
                     found[modality] = items
         return found
@@ -368,7 +381,7 @@ def take_features(prompt: Prompt, features: Features, media_tokens: Collection[i
     return prompt
 
 
-_OF_PICTURES = ("pixel_values", "image_grid_thw", "picture_png", "picture_sizes")
+_OF_PICTURES = ("pixel_values", "image_grid_thw", "picture_png", "picture_sizes", "picture_digest")
 _OF_TEMPLATE = ("tool_key", "system_prompt", "apply_chat_template_kwargs")
 
 

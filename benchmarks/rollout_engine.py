@@ -2,7 +2,7 @@
 
     python benchmarks/rollout_engine.py                       # the arithmetic example, on CPU
     python benchmarks/rollout_engine.py MODEL_FOLDER --device cuda --prompt-data FILE [--label-key answer] \
-        [--prompts 32] [--samples 8] [--response-len 512] [--batches 1 8 32 64] [--new-tokens 64]
+        [--prompts 32] [--samples 8] [--response-len 1024] [--rounds 3] [--batches 1 8 32 64] [--new-tokens 64]
 
 Starts a server on the model, measures, prints one line a measurement, stops it. Peers are one call of the server with
 all prompts as a list, and, after the server, SGLang's own offline batch (``sglang.Engine``) with the same arguments and
@@ -40,7 +40,7 @@ from relax_rollout.weight_sync.transports import make_transport
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "arithmetic"
 BUCKET_BYTES = 512 << 20
 REPEATS = 5
-ROUNDS, WARM_UP = 12, 2
+WARM_UP = 2
 LIMIT = 0.95
 
 
@@ -114,7 +114,7 @@ async def rollouts(
     async with httpx.AsyncClient(
         base_url=server.url, headers=bearer(server.key), timeout=timeout, trust_env=False
     ) as http:
-        for number in range(WARM_UP + ROUNDS):
+        for number in range(WARM_UP + options.rounds):
             begin = time.perf_counter()
             result = await loop.generate(number, 0)
             samples = [sample for group in result.groups for sample in group.samples]
@@ -174,7 +174,7 @@ def compare(rates: dict[str, list[float]], options: argparse.Namespace) -> float
     """Prints the rates and their ratios; returns that of the loop to the list."""
     counted = {name: each[WARM_UP:] for name, each in rates.items()}
     for name, each in counted.items():
-        spread = f"of {ROUNDS}: {min(each):.0f} to {max(each):.0f}"
+        spread = f"of {len(each)}: {min(each):.0f} to {max(each):.0f}"
         print(f"{name} of {options.prompts} x {options.samples}: {statistics.median(each):.0f} tokens/s ({spread})")
     ratios = {
         name: statistics.median(a / b for a, b in zip(counted["loop"], each, strict=True))
@@ -220,6 +220,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=32, help="of a rollout")
     parser.add_argument("--samples", type=int, default=8, help="responses to each")
     parser.add_argument("--response-len", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=12, help="of the loop and its peers, after two more")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--new-tokens", type=int, default=64)
     options = parser.parse_args()

@@ -12,5 +12,5 @@ LLAMA = Architecture(
     refuses=("attention_bias", "mlp_bias"),
     defaults={"rms_norm_eps": 1e-6, "rope_theta": 1e4},
     models=("Llama 2", "Llama 3", "SmolLM2"),
-    tried=("0.1 M, random, with scaled positions, CPU", "SmolLM2-135M-Instruct, CPU"),
+    tried=("0.1 M, random, with scaled positions, CPU", "SmolLM2-135M-Instruct, CPU and one H200"),
 )

@@ -64,5 +64,5 @@ QWEN2_5_VL = _Qwen25VL(
     reads_pictures=True,
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     models=("Qwen2.5-VL",),
-    tried=("0.4 M of `examples/shapes`, CPU",),
+    tried=("0.4 M of `examples/shapes`, CPU", "0.2 B, random, one H200"),
 )

@@ -464,6 +464,35 @@ async def test_a_push_to_some_engines_leaves_the_others_alone() -> None:
         assert (one.weight_version, other.weight_version) == ("5", "5")
 
 
+async def test_what_an_engine_was_asked_once_is_not_asked_in_each_push() -> None:
+    async with SGLangDouble().serving() as server:
+        address = EngineAddress("engine0", server.url)
+        transport = make_transport([address], rank=0, world_size=1, device="cpu", gpus_per_engine=1)
+        buckets = [Bucket.of([("a", torch.zeros(4))])]
+        await asyncio.to_thread(transport.push, buckets, 4)
+        pause, mark, load = "/pause_generation", "/update_weight_version", "/update_weights_from_tensor"
+        assert server.calls[:5] == [pause, mark, "/begin_weight_update", "/server_info", load]
+        server.calls.clear()
+        await asyncio.to_thread(transport.push, buckets, 5)
+        # The cache is emptied while the version is claimed, and both are over before it goes on.
+        assert server.calls[:3] == [pause, mark, load]
+        assert sorted(server.calls[3:-1]) == ["/flush_cache", mark]
+        assert server.calls[-1] == "/continue_generation"
+        assert server.weight_version == "5"
+
+
+async def test_an_engine_that_cannot_empty_its_cache_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def busy(self: SGLangEngine) -> None:
+        raise TimeoutError("engine0: requests were still running")
+
+    monkeypatch.setattr(SGLangEngine, "flush_cache", busy)
+    async with SGLangDouble().serving() as server:
+        with pytest.raises(WeightPushFailed, match="requests were still running"):
+            await push(server, [Bucket.of([("a", torch.zeros(4))])])
+        assert server.weight_version == "broken:1"
+        assert "/continue_generation" not in server.calls
+
+
 def test_a_rank_whose_engine_is_left_out_shares_no_memory() -> None:
     """A handle that nobody opens keeps its memory for ever."""
     options: dict[str, Any] = {"rank": 0, "world_size": 1, "gpus_per_engine": 1, "connect": SGLangEngine.at}

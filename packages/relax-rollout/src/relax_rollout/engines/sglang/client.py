@@ -329,7 +329,10 @@ class SGLangEngine:
         steps = [self._set_weights(WeightStatus("whole", version))]
         if self._updating == "abort":
             steps.append(self.flush_cache())
-        await asyncio.gather(*steps)  # it is paused until both are done
+        # It is paused until both are through; one that still ran when the other has failed could undo the mark of that.
+        for outcome in await asyncio.gather(*steps, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
         self._updating, self._version = None, version
         await self._post("/continue_generation", {})
 

@@ -25,8 +25,8 @@ class PushReport:
         bytes: of them.
         failed: for each engine that does not have the new version, by name, why; the same on every rank. Only
             transports that reach each engine by itself get so far with some of them.
-        seconds: of the parts ``begin`` (join, pause), ``send`` and ``end`` (serve and go on) on this rank, of
-            transports that measure them.
+        seconds: of the parts ``begin`` (join, pause), ``send`` and ``end`` (serve and go on) on this rank, and of
+            ``make`` (all buckets, for the most part beside the others), of transports that measure them.
     """
 
     buckets: int = 0

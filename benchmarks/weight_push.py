@@ -7,8 +7,9 @@ A server starts with a Qwen3 of that shape, and this process pushes random weigh
 files on a CPU; over CUDA IPC on one GPU that both use, as colocate runs do. A line for each way and bucket size gives
 the median push and its parts: ``begin`` until the first bucket is sent, ``make`` all buckets, ``send`` until all are
 loaded (the making of all but the first is beside it), ``end``. They are set against a plain copy of the same bytes on
-the same device, in the same run. Then it times what a call costs that brings next to nothing, and one that brings a
-whole bucket alone. With ``--trainer`` the buckets are those of the trainer's own model.
+the same device, in the same run. The line "in turn" is without overlap: a bucket is made when the one before is loaded.
+Then it times what a call costs that brings next to nothing, and one that brings a whole bucket alone. With
+``--trainer`` the buckets are those of the trainer's own model.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from relax_rollout.engines.sglang.client import SGLangEngine
 from relax_rollout.engines.sglang.server import SGLangServer
 from relax_rollout.engines.sglang.settings import SGLangSettings
 from relax_rollout.weight_sync.base import WeightTransport
-from relax_rollout.weight_sync.ipc import share
+from relax_rollout.weight_sync.ipc import IpcTransport, share
 from relax_rollout.weight_sync.transports import make_transport
 
 WAYS = {"cpu": ("value", "group", "disk"), "cuda": ("ipc",)}
@@ -202,6 +203,10 @@ def run(server: SGLangServer, make: Make, args: Any, folder: Path) -> None:
                 [server.address], rank=0, world_size=1, device=args.device, gpus_per_engine=1, name=way, folder=folder
             )
             measure(f"{way} {mib} MiB", transport, lambda mib=mib: make(mib << 20), args)  # type: ignore[misc]
+            if isinstance(transport, IpcTransport):
+                # Without overlap: a bucket is made when the one before is loaded.
+                transport._send.ahead = 0  # type: ignore[misc]
+                measure("  in turn", transport, lambda mib=mib: make(mib << 20), args)  # type: ignore[misc]
     asyncio.run(calls(server, make, args))
 
 

@@ -33,6 +33,7 @@ from relax_cli.simulate.model import Lengths, Plan, simulate
 from relax_cli.simulate.settings import SimulateSettings
 from relax_rollout.staleness import StalenessBound
 
+MODES = ("colocate", "partial", "async")
 TRAINER = ("fetch", "log_probs", "ref_log_probs", "train", "train_wait")
 """Phases of a step in which the trainer works."""
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
@@ -209,7 +210,8 @@ def main() -> None:
     for each in arguments.ways:
         train(words(each, arguments), run_name(each), folder)
     print(f"logs in {folder}")
-    there = sorted(path.name.replace("-", ":") for path in (folder / "runs").iterdir())
+    names = (path.name.replace("-", ":") for path in (folder / "runs").iterdir())
+    there = sorted(names, key=lambda each: (MODES.index(split(each)[0]), split(each)[1]))
     every = {each: figures(each, arguments, folder) for each in there}
     found = {each: column for each, column in every.items() if column is not None}
     predicted = modelled(found, arguments, folder) if "colocate" in found else {}

@@ -95,7 +95,8 @@ class Run:
         """Process id and time of creation of the only rank of the trainer."""
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if "ray::TrainActor" in (process.name(), *process.cmdline()[:1]):
+                # Ray appends the method that runs.
+                if process.name().startswith("ray::TrainActor"):
                     return process.pid, process.create_time()
         return 0, 0.0
 

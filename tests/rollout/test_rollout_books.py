@@ -133,7 +133,6 @@ class Schedule:
             trains=self.trains,
         )
         self.books = Books(dict.fromkeys(range(self.total), "unread"), {}, Counter(), [])
-        self.in_hand: set[int] = set()
         self.saved: tuple[tuple[str, bytes], Books] | None = None
         self.seen: Counter[str] = Counter()
         self.loop = self.make()
@@ -193,12 +192,11 @@ class Schedule:
     # ------------------------------------------------------------------ inside a rollout
 
     async def collect(self, rollout: RolloutContext) -> list[SampleGroup]:
-        self.in_hand = set()
         taken: dict[int, SampleGroup] = {}
         for _ in range(self.draw.randint(1, 8)):
             await self.act(rollout, taken)
             self.check()
-        whole = [g for i, g in taken.items() if i in self.in_hand or (self.books.state[i] == "out" and g.scored)]
+        whole = [g for i, g in taken.items() if self.books.state[i] in ("out", "buffered") and g.scored]
         batch = self.draw.sample(whole, self.draw.randint(0, min(3, len(whole))))
         for group in batch:
             self.books.state[group.prompt.prompt_id] = "assigned"
@@ -218,12 +216,9 @@ class Schedule:
                 taken |= {g.prompt.prompt_id: g for g in new}
                 books.state |= dict.fromkeys(expected, "out")
             case "ready":
-                n = self.draw.randint(1, 2)
-                expected = [i for i in books.of("buffered") if i not in self.in_hand][:n]
-                new = rollout.take_ready(n)
-                assert ids(new) == expected
+                new = rollout.chosen()
+                assert ids(new) == books.of("buffered")[: rollout.settings.rollout_batch_size]
                 taken |= {g.prompt.prompt_id: g for g in new}
-                self.in_hand |= set(expected)
             case "sample" if out:  # one gets a token, and is perhaps left half done
                 sample = self.draw.choice(self.draw.choice(out).samples)
                 if not sample.status.finished:
@@ -235,7 +230,7 @@ class Schedule:
                 group = finish(self.draw.choice(out), self.draw.randrange(100))
                 books.tokens |= {(group.prompt.prompt_id, s.index): list(s.tokens) for s in group.samples}
             case "keep":
-                groups = [g for g in out if g.scored] + [g for i, g in taken.items() if i in self.in_hand]
+                groups = [g for i, g in taken.items() if books.state[i] in ("out", "buffered") and g.scored]
                 if groups:
                     group = self.draw.choice(groups)
                     i = group.prompt.prompt_id
@@ -244,7 +239,6 @@ class Schedule:
                         self.dropped(i, "unlucky")
                     else:
                         books.state[i] = "buffered"
-                        self.in_hand.add(i)
             case "drop" if taken:
                 i = self.draw.choice(list(taken))
                 if books.state[i] == "dropped":
@@ -269,7 +263,6 @@ class Schedule:
         self.books.reasons[reason] += 1
         self.books.untold.append(i)
         self.books.tokens = {key: tokens for key, tokens in self.books.tokens.items() if key[0] != i}
-        self.in_hand.discard(i)
 
     # ------------------------------------------------------------------ between rollouts
 
@@ -316,7 +309,7 @@ class Schedule:
         """Trains all that is left: then each prompt was trained or dropped, once."""
 
         async def everything(rollout: RolloutContext) -> list[SampleGroup]:
-            groups = rollout.take_ready(self.total) + [finish(g) for g in rollout.take(self.total + 1)]
+            groups = rollout.ledger.ready + [finish(g) for g in rollout.take(self.total + 1)]
             return [g for g in groups if rollout.keep(g)]
 
         text = self.text()

@@ -55,7 +55,7 @@ class RolloutContext:
 
     Such a function takes prompts with :meth:`take`, runs them (:meth:`running`, or :meth:`run_group` for one), asks
     :meth:`keep` about each whole group, and returns the list of groups to train on. Whatever it took and does not
-    return waits for the next rollout.
+    return waits for the next rollout: groups that were kept are in :meth:`chosen`, the others come with :meth:`take`.
     """
 
     def __init__(  # noqa: PLR0913  # the parts of a rollout, by name
@@ -101,7 +101,6 @@ class RolloutContext:
         self._progress = progress
         self._rejected: Counter[str] = Counter()
         self._last_rejected = ""
-        self._in_hand: set[int] = set()  # of the buffered prompts, those that this rollout took or kept
 
     def running(self) -> InflightGroups:
         """A set of groups that run at the same time, which reports progress while it is waited for."""
@@ -110,12 +109,6 @@ class RolloutContext:
     async def run_group(self, group: SampleGroup) -> bool:
         """Generates and scores one group; False when it was interrupted."""
         return await self.runner.run_group(group)
-
-    def take_ready(self, n: int) -> list[SampleGroup]:
-        """Up to ``n`` whole, accepted groups that an earlier rollout left over."""
-        taken = [g for g in self.ledger.ready if g.prompt.prompt_id not in self._in_hand][:n]
-        self._in_hand.update(g.prompt.prompt_id for g in taken)
-        return taken
 
     def take(self, n: int) -> list[SampleGroup]:
         """``n`` groups to generate; fewer only at the end of the last epoch.
@@ -149,9 +142,8 @@ class RolloutContext:
         kept, reason = judge(group, self._filter)
         if kept:
             self._rejected.clear()
-            if group.prompt.prompt_id not in self._in_hand:
+            if self.ledger.state_of(group.prompt.prompt_id) is not PromptState.BUFFERED:
                 self.ledger.buffer([group.prompt.prompt_id])
-                self._in_hand.add(group.prompt.prompt_id)
         else:
             self.drop(group, reason)
         return kept
@@ -163,21 +155,17 @@ class RolloutContext:
         self._rejected[reason] += 1
         self._last_rejected = group.prompt.source
 
-    def forget(self, prompt_ids: Iterable[int]) -> None:
-        """Takes note that these groups belong to a training step now."""
-        self._in_hand.difference_update(prompt_ids)
-
     @property
     def source_exhausted(self) -> bool:
         """The source gave fewer prompts than it was asked for: it has no more."""
         return self._feed.source_exhausted
 
     def has(self, group: SampleGroup) -> bool:
-        """True when this rollout took this very group and did not drop it."""
+        """True when this rollout may return this very group: it took it, or it is one that was kept, also earlier."""
         prompt_id = group.prompt.prompt_id
         if self.ledger.group(prompt_id) is not group:
             return False
-        return self.ledger.state_of(prompt_id) is PromptState.OUT or prompt_id in self._in_hand
+        return self.ledger.state_of(prompt_id) in (PromptState.OUT, PromptState.BUFFERED)
 
     def _check_rejected(self) -> None:
         if self._rejected.total() >= self._max_rejected:

@@ -190,9 +190,7 @@ class Producer:
     def _close(self, rollout: RolloutContext, running: InflightGroups, groups: list[SampleGroup]) -> RolloutResult:
         step, loop = rollout.step, self._loop
         _check_bound(groups, step, rollout.bound.max_staleness)
-        ids = [g.prompt.prompt_id for g in groups]
-        loop.ledger.assign(ids)
-        rollout.forget(ids)
+        loop.ledger.assign(g.prompt.prompt_id for g in groups)
         result = loop.result(rollout, groups, step, self._router, self._timer.lap())
         result.usage = self._pool.usage.take()
         result.metrics |= self._metrics(running, result.usage)

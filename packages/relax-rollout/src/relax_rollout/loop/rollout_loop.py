@@ -474,8 +474,8 @@ class RolloutLoop:
             for group in groups:
                 if not rollout.has(group) or group.prompt.prompt_id in seen:
                     raise ValueError(
-                        f"{name} returned a group for {group.prompt.source} that it did not take with rollout.take, "
-                        "or returned it twice"
+                        f"{name} returned a group for {group.prompt.source} that it did not get from rollout.take "
+                        "or rollout.chosen, or returned it twice"
                     )
                 seen.add(group.prompt.prompt_id)
                 if not group.scored:

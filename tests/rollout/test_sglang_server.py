@@ -102,6 +102,17 @@ def test_the_cpu_server_loads_few_model_files_unless_told_otherwise() -> None:
     assert cpu.environment({"SGLANG_DISABLED_MODEL_ARCHS": ""})["SGLANG_DISABLED_MODEL_ARCHS"] == ""
 
 
+def test_processes_of_a_cpu_server_are_copies_of_it() -> None:
+    code = (
+        "import multiprocessing as mp; from relax_rollout.engines.sglang import cpu; cpu.fork_processes();"
+        "mp.set_start_method('spawn', force=True);"
+        "imported = ['what takes long'];"
+        "child = mp.Process(target=lambda: print(imported)); child.start(); child.join(); assert child.exitcode == 0"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "['what takes long']", done.stderr
+
+
 def test_options_without_meaning_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--rollout-num-gpus-per-engine 1"):
         server(tmp_path, tmp_path / "log", tp_size=2)
@@ -147,6 +158,13 @@ def test_a_server_that_dies_at_the_start_tells_why(tmp_path: Path) -> None:
     assert messages
     assert messages[0].partition(" s: ")[0].isdigit()
     assert one.poll() is not None
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_scheduler_and_detokenizer_import_nothing_again(sglang_server: Any) -> None:
+    children = [p.name() for p in psutil.Process(sglang_server.pid).children()]
+    assert sorted(children) == ["sglang::detokenizer", "sglang::scheduler"], "those that are spawned have a tracker"
 
 
 # Runs a server, tells where it is, and waits to be killed.

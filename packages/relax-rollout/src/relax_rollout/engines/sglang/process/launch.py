@@ -44,6 +44,10 @@ def main(words: Sequence[str], key: str) -> None:
     from sglang.srt.utils.auth import add_api_key_middleware
 
     add_api_key_middleware(app, api_key=key, admin_api_key=None)
+    if settings.device == "cpu":
+        from relax_rollout.engines.sglang import cpu
+
+        cpu.fork_processes()
     try:
         run_server(settings)
     finally:

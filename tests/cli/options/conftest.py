@@ -81,11 +81,14 @@ def weights() -> Callable[[dict[str, list[int]]], bytes]:
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Chooses how many GPUs the driver of this machine reports; none to begin with."""
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``gpus(n, memory=None)``: how many GPUs this machine has, and of how many bytes each; none to begin with."""
 
-    def choose(n: int) -> None:
+    def choose(n: int, memory: float | None = None) -> None:
         monkeypatch.setattr("relax_cli.cluster.placement._driver_gpus", lambda: n)
+        monkeypatch.setattr("relax_cli.checks.memory.gpu_memory", lambda: memory)
+        if memory is not None:  # the host of such GPUs is no laptop
+            monkeypatch.setattr("relax_cli.checks.memory.machine_memory", lambda: 2e12)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     choose(0)
@@ -93,7 +96,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: Callable[[int], None]) -> Path:
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: Callable[..., None]) -> Path:
     """The current directory of a test.
 
     It holds the model folders ``small`` (complete), ``qwen3-4b`` and ``qwen3-30b-a3b`` (only their published

@@ -1,6 +1,7 @@
 """`--dry-run`: the two recommended configurations, the sizes of known models, and what the plan says."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -328,9 +329,114 @@ def test_models_that_no_gpu_holds_are_warned_of(workspace: Path, model: list[str
         "1",
     ]
     (found,) = [w for w in resolve(huge, {}).warnings if "the largest GPU that is sold has 288" in w]
-    assert found.startswith("weights, gradients and optimizer take 550 GB")
+    # The activations of samples as long as the model could hold are not counted: they will hardly be that long.
+    assert found.startswith(
+        "memory in a push of weights: 549.6 GB weights, gradients, optimizer + 61.1 GB the engine's weights + "
+    )
     fits = [*huge[:-1], "8", *QWEN3_30B_16_GPUS.split()]
     assert not [w for w in resolve(fits, {}).warnings if "largest GPU" in w]
     near = "and this machine has"
     small = resolve(["--hf-checkpoint", "small", "--prompt-data", "prompts.jsonl", "--dry-run"], {})
     assert not [w for w in small.warnings if near in w]
+
+
+# ---------------------------------------------------------------------- sums of memory
+
+
+FIXED = "weights, gradients, optimizer"
+
+
+def gigabytes(text: str) -> list[float]:
+    """The sizes that a row names, as GB."""
+    found = re.findall(r"([\d,.]+) (GB|MB)", text)
+    return [float(size.replace(",", "")) / (1 if unit == "GB" else 1000) for size, unit in found]
+
+
+def test_what_is_in_a_gpu_together_is_added_up(
+    workspace: Path, capsys: pytest.CaptureFixture[str], gpus: Callable[..., None]
+) -> None:
+    words = ["--hf-checkpoint", "qwen3-4b", "--prompt-data", "prompts.jsonl", *QWEN3_4B_8_GPUS.split()]
+    text = plan(words, capsys)
+    *parts, total = gigabytes(row(text, "in all while it trains"))
+    assert parts == [gigabytes(row(text, f"trainer: {name}"))[0] for name in (FIXED, "activations", "logits")]
+    assert total == pytest.approx(sum(parts), abs=0.2)
+    fixed, model, buckets, total = gigabytes(row(text, "in all in a push of weights"))
+    assert fixed == parts[0]
+    assert model == gigabytes(row(text, "engine: weights"))[0] == 8.0
+    assert buckets == 1.6, "twice the embedding, which is larger than --update-weight-buffer-size"
+    assert total == pytest.approx(fixed + model + buckets, abs=0.2)
+    model, cache, _ = gigabytes(row(text, "in all while it generates, at least"))
+    assert (model, cache) == (8.0, pytest.approx(147456 * 40954 / 1e9, abs=0.1))
+    # Weights and optimizer of eight ranks sleep in the memory of their node.
+    (asleep,) = gigabytes(row(text, "in all on the host, 8 ranks a node"))
+    n = facts(workspace, "qwen3-4b").parameters_per_rank(placement(tp=2, train_ranks=8))[0]
+    assert asleep == pytest.approx(8 * (2 + 12 / 4) * n / 1e9, abs=0.1)
+    gpus(8, memory=80e9)
+    assert row(plan(words, capsys), "in all while it trains").endswith(" of the 80.0 GB of a GPU of this machine")
+
+
+def test_trainer_and_engine_of_their_own_gpus_are_added_up_apart(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--hf-checkpoint", "qwen3-30b-a3b", "--prompt-data", "prompts.jsonl", *QWEN3_30B_16_GPUS.split()]
+    text = plan([*words, "--rollout-max-context-len", "8192"], capsys)
+    fixed, buckets, total = gigabytes(row(text, "in all in a push of weights"))
+    assert total == pytest.approx(fixed + buckets, abs=0.2), "the engine is elsewhere"
+    optimizer = gigabytes(row(text, "trainer: optimizer on the host"))[0]
+    assert gigabytes(row(text, "in all on the host, 8 ranks a node")) == [pytest.approx(8 * optimizer, abs=0.5)]
+    # Without --max-tokens-per-gpu a micro-batch has --micro-batch-size samples of the greatest length.
+    assert row(text, "trainer: activations").endswith(" for 8192 tokens (--rollout-max-context-len 8192)")
+
+
+def test_a_run_on_cpu_is_added_up_for_the_machine(
+    workspace: Path, start: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = row(plan([*start, "--tensor-model-parallel-size", "2"], capsys), "in all on this machine")
+    terms, _, total = text.partition(" = ")
+    assert terms.startswith("3.7 GB libraries + ")
+    assert "KV cache of 16384 tokens" in terms
+    assert gigabytes(total)[0] == pytest.approx(sum(gigabytes(terms)), abs=0.1)
+    small = [*start, "--dry-run", "--sglang-max-total-tokens", "100000000"]
+    monkeypatch.setattr("relax_cli.checks.memory.machine_memory", lambda: 4e9)
+    (found,) = [w for w in resolve(small, {}).warnings if w.startswith("memory on this machine: ")]
+    assert "51.2 GB KV cache of 100000000 tokens" in found
+    assert "and this machine has 4.0 GB: use GPUs" in found
+
+
+def test_a_gpu_that_is_too_small_is_an_error_of_a_start_and_a_note_of_a_plan(
+    workspace: Path, gpus: Callable[..., None]
+) -> None:
+    gpus(8, memory=24e9)
+    words = ["--hf-checkpoint", "qwen3-4b", "--prompt-data", "prompts.jsonl", *QWEN3_4B_8_GPUS.split()]
+    found = resolve([*words, "--dry-run"], {})
+    (push,) = [note for note in found.notes if note.startswith("memory ")]
+    assert push.startswith("memory in a push of weights: 18.1 GB weights, gradients, optimizer + 8.0 GB the engine's")
+    assert "a GPU of this machine has 24.0 GB: lower --update-weight-buffer-size" in push
+    assert not [w for w in found.warnings if w.startswith("memory ")], "said once"
+    with pytest.raises(ConfigError, match="memory in a push of weights"):
+        resolve(words, {})
+    # What is estimated is a warning.
+    gpus(8, memory=30e9)
+    off = [w for w in words if w not in ("--recompute-granularity", "full", "--recompute-method", "uniform")]
+    off = [w for w in off if w not in ("--recompute-num-layers", "1")]
+    found = resolve([*off, "--dry-run"], {})
+    assert not [note for note in found.notes if note.startswith("memory ")]
+    (train,) = [w for w in found.warnings if w.startswith("memory ")]
+    assert train.startswith("memory while it trains: ")
+    assert "--recompute-granularity full" in train
+
+
+def test_activations_without_any_limit_say_what_is_missing(
+    workspace: Path, start: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = plan([*start, "--micro-batch-size", "2", "--context-parallel-size", "2"], capsys)
+    assert " for 2 x 2042 / CP 2 tokens (what the model holds; --rollout-max-context-len sets less)" in text
+    limits = ["--rollout-max-prompt-len", "100", "--rollout-max-response-len", "50"]
+    text = plan([*start, *limits], capsys)
+    assert " for 150 tokens (--rollout-max-prompt-len 100 + --rollout-max-response-len 50)" in text
+    path = workspace / "small" / "config.json"
+    config = json.loads(path.read_text())
+    del config["max_position_embeddings"]
+    path.write_text(json.dumps(config))
+    told = "not known: nothing limits the length of a sample: give --rollout-max-context-len"
+    assert row(plan(start, capsys), "trainer: activations") == told

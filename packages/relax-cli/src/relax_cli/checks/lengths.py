@@ -51,6 +51,22 @@ def context_lengths(config: RunConfig) -> ContextLengths:
     return ContextLengths(sample, min(limits, default=None), None if by_hand else engine)
 
 
+def longest_sample(config: RunConfig) -> tuple[int | None, str, bool]:
+    """(most tokens of a sample that is trained, what limits it, whether an option does).
+
+    None: neither an option nor the model limits it.
+    """
+    limit, asked = context_lengths(config).trained, config.rollout.rollout_max_context_len
+    prompt, response = config.data.rollout_max_prompt_len, config.rollout.rollout_max_response_len
+    if prompt is not None and (limit is None or prompt + response < limit):
+        return prompt + response, f"--rollout-max-prompt-len {prompt} + --rollout-max-response-len {response}", True
+    if limit is None:
+        return None, "nothing limits the length of a sample: give --rollout-max-context-len", False
+    if asked is not None and asked >= limit:
+        return limit, f"--rollout-max-context-len {asked}", True
+    return limit, "what the model holds; --rollout-max-context-len sets less", False
+
+
 def micro_batch_tokens(config: RunConfig) -> dict[str, int]:
     """Tokens of the longest sample that fits into a dynamic micro-batch, by the option that says so; empty without."""
     batch, parallel = config.train.batch, config.train.parallel

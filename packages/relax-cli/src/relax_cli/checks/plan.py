@@ -9,7 +9,7 @@ from relax_train.backend.room import GIB, expected_room, share_for
 from relax_train.checkpoint import manifest
 from relax_train.checkpoint.folders import CheckpointError
 from relax_train.models.architectures import model_shape
-from relax_train.models.costs import CHUNK_BYTES, Recompute
+from relax_train.models.costs import Recompute
 from relax_train.models.shape import ModelShape
 from relax_train.settings.model import read_hf_config
 from relax_train.settings.parallel import CHEAP_TO_RECOMPUTE
@@ -17,7 +17,16 @@ from relax_train.settings.parallel import CHEAP_TO_RECOMPUTE
 from relax_cli.checks.data_checks import data_rows
 from relax_cli.checks.file_checks import nothing_left
 from relax_cli.checks.lengths import context_lengths, micro_batch_tokens
-from relax_cli.checks.size_checks import activations, bf16, trainer_bytes
+from relax_cli.checks.memory import (
+    activations,
+    bf16,
+    engine_weights,
+    logits_bytes,
+    micro_batch,
+    moments,
+    shown,
+    trainer_bytes,
+)
 from relax_cli.checks.staleness_checks import most_open
 from relax_cli.cluster.placement import Placement
 from relax_cli.cluster.slots import slots_needed
@@ -26,7 +35,6 @@ from relax_cli.config.settings import MODES
 
 Rows = list[tuple[str, str]]
 
-GB = 1e9
 GPU_GIB = (80, 139)
 """Memory of GPUs that are in wide use (H100, H200), for a plan on a machine without one."""
 LEAST_SHARE = 0.3
@@ -285,17 +293,19 @@ def _memory(config: RunConfig, shape: ModelShape) -> Rows:
         rows += _trainer_memory(config, shape, placement)
     if not config.debug.debug_train_only:
         rows += _engine_memory(config, shape, placement)
-    return rows
+    return rows + _sums(config, shape, placement)
 
 
 def _trainer_memory(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows:
     device, host = trainer_bytes(config, shape, placement)
-    rows = [("trainer: weights, gradients, optimizer", f"{_size(device)} a rank, activations come on top")]
+    rows = [("trainer: weights, gradients, optimizer", f"{shown(device)} a rank")]
     if host:
-        rows.append(("trainer: optimizer on the host", f"{_size(host)} a rank"))
+        rows.append(("trainer: optimizer on the host", f"{shown(host)} a rank"))
     rows += _staying(config, shape, placement)
-    tokens = config.train.batch.max_tokens_per_gpu
-    return rows if tokens is None else [*rows, *_activation_memory(config, shape, placement, tokens)]
+    found = micro_batch(config)
+    if found.tokens is None:
+        return [*rows, ("trainer: activations", f"not known: {found.why}")]
+    return [*rows, *_activation_memory(config, shape, placement, found.tokens, found.why)]
 
 
 def _staying(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows:
@@ -310,11 +320,11 @@ def _staying(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows
         stays = min(kept, expected_room(gib * GIB, share))
         most = math.floor(100 * share_for(gib * GIB, kept)) / 100
         hint = f" (all with --sglang-mem-fraction-static {most:.2f})" if stays < kept and most >= LEAST_SHARE else ""
-        found.append(f"{_size(stays)} on a GPU of {gib} GiB{hint}")
-    return [("  beside the engine", f"of {_size(kept)} stay about " + ", ".join(found))]
+        found.append(f"{shown(stays)} on a GPU of {gib} GiB{hint}")
+    return [("  beside the engine", f"of {shown(kept)} stay about " + ", ".join(found))]
 
 
-def _activation_memory(config: RunConfig, shape: ModelShape, placement: Placement, tokens: int) -> Rows:
+def _activation_memory(config: RunConfig, shape: ModelShape, placement: Placement, tokens: int, why: str) -> Rows:
     """What a micro-batch of ``tokens`` takes, and would take with the other choices of ``--recompute-granularity``."""
     memory, chosen = activations(config, shape, placement)
     choices = {
@@ -322,28 +332,31 @@ def _activation_memory(config: RunConfig, shape: ModelShape, placement: Placemen
         "selective": Recompute(modules=CHEAP_TO_RECOMPUTE),
         "full (uniform, 1 layer)": Recompute(method="uniform", layers=1),
     }
-    others = [f"{name}: {_size(memory.of(tokens, choice))}" for name, choice in choices.items() if choice != chosen]
-    logits = min(tokens * shape.vocab * memory.width // placement.tp, CHUNK_BYTES)
+    others = [f"{name}: {shown(memory.of(tokens, choice))}" for name, choice in choices.items() if choice != chosen]
     return [
-        ("trainer: activations", f"about {_size(memory.of(tokens, chosen))} for {tokens} tokens"),
+        ("trainer: activations", f"about {shown(memory.of(tokens, chosen))} for {why}"),
         ("  with other recompute", "; ".join(others)),
-        ("trainer: logits", f"{_size(logits)} at a time"),
+        ("trainer: logits", f"{shown(logits_bytes(config, shape, placement, tokens))} at a time"),
     ]
 
 
 def _engine_memory(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows:
-    width = 2 if bf16(config) else 4
-    weights = shape.parameters * width // placement.gpus_per_engine
-    token = shape.kv_cache_bytes(width)
+    token = shape.kv_cache_bytes(2 if bf16(config) else 4)
     share = f", of --sglang-mem-fraction-static {config.sglang.sglang_mem_fraction_static} of the GPU"
+    weights = shown(engine_weights(config, shape, placement))
     return [
-        ("engine: weights", _size(weights) + (share if placement.device == "cuda" else "")),
+        ("engine: weights", weights + (share if placement.device == "cuda" else "")),
         ("engine: KV cache", f"{token / 1e3:.1f} kB a token of a sequence"),
     ]
 
 
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / GB:.1f} GB" if n_bytes >= GB / 10 else f"{n_bytes / 1e6:.1f} MB"
+def _sums(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows:
+    """What is in a memory together, at each moment of a step."""
+    rows: Rows = []
+    for moment in moments(config, shape, placement):
+        room = f" of the {shown(moment.room.size)} of {moment.room.owner}" if moment.room.known else ""
+        rows.append((f"in all {moment.name}", moment.sum_shown + room))
+    return rows
 
 
 def _files(config: RunConfig) -> Rows:

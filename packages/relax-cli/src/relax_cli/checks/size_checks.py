@@ -1,18 +1,14 @@
 """Sizes that no machine holds, or that no run waits for: allowed, and most likely a slip of the keyboard."""
 
-import os
-
 from relax_train.models.architectures import model_shape
-from relax_train.models.costs import Activations, Recompute
 from relax_train.models.shape import ModelShape
 from relax_train.settings.model import read_hf_config
 
 from relax_cli.checks.lengths import context_lengths
+from relax_cli.checks.memory import Moment, activations, bf16, device_room, moments
 from relax_cli.cluster.placement import Placement
 from relax_cli.config.run_config import RunConfig
 
-LARGEST_GPU = 288e9
-"""Bytes of memory of the largest GPU that is sold (NVIDIA B300, AMD MI355X)."""
 TOKENS_PER_S = {"cuda": 50_000, "cpu": 5_000}
 """More than any model was seen to generate in an engine of one GPU, or on the cores of a laptop."""
 DAY_S = 24 * 3600
@@ -34,31 +30,7 @@ def size_warnings(config: RunConfig) -> list[str]:
         found += _cache(config, shape, placement)
     if not config.debug.debug_rollout_only:
         found += _trainer(config, shape, placement)
-    return found
-
-
-def bf16(config: RunConfig) -> bool:
-    """Whether weights are bfloat16; by default they are on GPUs, known or planned."""
-    chosen = config.train.model.bf16
-    return config.placement is None or config.placement.device == "cuda" if chosen is None else chosen
-
-
-def trainer_bytes(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[int, int]:
-    """Bytes of weights, gradients and optimizer on the fullest rank: on its device, and on the host."""
-    return shape.training_bytes(
-        placement,
-        bf16=bf16(config),
-        offload=config.train.parallel.optimizer_cpu_offload,
-        vision_trained=not config.train.model.freeze_vision_model,
-    )
-
-
-def activations(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[Activations, Recompute]:
-    """Memory of a micro-batch on one rank, and what of it is computed again (``--recompute-granularity``)."""
-    parallel, width = config.train.parallel, 2 if bf16(config) else 4
-    memory = Activations(shape=shape, sizes=placement, sequence_parallel=parallel.sequence_parallel, width=width)
-    method, layers = parallel.recompute_method, parallel.recompute_num_layers or 0
-    return memory, Recompute(method=method, layers=layers, modules=parallel.recomputed_modules)
+    return found or _sums(config)
 
 
 def _endless(config: RunConfig, placement: Placement) -> list[str]:
@@ -82,39 +54,49 @@ def _cache(config: RunConfig, shape: ModelShape, placement: Placement) -> list[s
     if longest is None:
         return []
     size = shape.kv_cache_bytes(2 if bf16(config) else 4) * longest / placement.gpus_per_engine
-    room, whose = _room(placement)
-    if size <= room:
+    room = device_room(config, placement)
+    if size <= room.size:
         return []
     return [
-        f"the KV cache of one sequence of {longest:,} tokens takes {size / 1e9:,.0f} GB, and {whose} has "
-        f"{room / 1e9:,.0f}: lower --rollout-max-context-len, or raise --rollout-num-gpus-per-engine"
+        f"the KV cache of one sequence of {longest:,} tokens takes {size / 1e9:,.0f} GB, and {room.owner} has "
+        f"{room.size / 1e9:,.0f}: lower --rollout-max-context-len, or raise --rollout-num-gpus-per-engine"
     ]
 
 
 def _trainer(config: RunConfig, shape: ModelShape, placement: Placement) -> list[str]:
-    device, _ = trainer_bytes(config, shape, placement)
-    tokens = config.train.batch.max_tokens_per_gpu or 0
+    room, tokens = device_room(config, placement), config.train.batch.max_tokens_per_gpu or 0
     memory, chosen = activations(config, shape, placement)
-    kept = memory.of(tokens, chosen)
-    room, whose = _room(placement)
-    if placement.device == "cpu":
-        device, kept = device * placement.train_ranks, kept * placement.train_ranks
-    found = []
-    if device > room:
-        fix = "raise the parallel sizes, or add --optimizer-cpu-offload" if placement.device == "cuda" else "use GPUs"
-        found.append(
-            f"weights, gradients and optimizer take {device / 1e9:,.0f} GB, and {whose} has {room / 1e9:,.0f}: {fix}"
-        )
-    if kept > room:
-        found.append(
-            f"the activations of a micro-batch of --max-tokens-per-gpu {tokens:,} take {kept / 1e9:,.0f} GB, and "
-            f"{whose} has {room / 1e9:,.0f}: lower it, or set --recompute-granularity full"
-        )
-    return found
+    kept = memory.of(tokens, chosen) * (placement.train_ranks if placement.device == "cpu" else 1)
+    if kept <= room.size:
+        return []
+    return [
+        f"the activations of a micro-batch of --max-tokens-per-gpu {tokens:,} take {kept / 1e9:,.0f} GB, and "
+        f"{room.owner} has {room.size / 1e9:,.0f}: lower it, or set --recompute-granularity full"
+    ]
 
 
-def _room(placement: Placement) -> tuple[float, str]:
-    """Bytes that there can be, and what has them."""
-    if placement.device == "cuda":
-        return LARGEST_GPU, "the largest GPU that is sold"
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), "this machine"
+def memory_needs(config: RunConfig) -> list[str]:
+    """GPUs and hosts of this machine that are too small for what is certain to be in their memory."""
+    return [moment.excess for moment in _moments(config) if _cannot_fit(moment)]
+
+
+def _sums(config: RunConfig) -> list[str]:
+    """The moment at which each memory has the most too much, as far as :func:`memory_needs` does not tell of it."""
+    most: dict[str, Moment] = {}
+    for moment in _moments(config):
+        if moment.over > 0 and not _cannot_fit(moment):
+            before = most.setdefault(moment.room.owner, moment)
+            most[moment.room.owner] = max(before, moment, key=lambda m: m.over)
+    return [moment.excess for moment in most.values()]
+
+
+def _cannot_fit(moment: Moment) -> bool:
+    return moment.room.known and not moment.room.swaps and moment.certain > moment.room.size
+
+
+def _moments(config: RunConfig) -> list[Moment]:
+    try:
+        shape = model_shape(read_hf_config(config.train.model.hf_checkpoint))
+    except ValueError:  # that is said elsewhere
+        return []
+    return [] if config.placement is None else moments(config, shape, config.placement)

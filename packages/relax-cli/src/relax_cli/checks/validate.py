@@ -14,7 +14,7 @@ from relax_cli.checks.data_checks import data_needs, data_problems, data_warning
 from relax_cli.checks.file_checks import file_needs, file_problems
 from relax_cli.checks.lengths import ENGINE_MARGIN, micro_batch_tokens
 from relax_cli.checks.placement_checks import gpu_problems, mode_problems, split_problem
-from relax_cli.checks.size_checks import size_warnings
+from relax_cli.checks.size_checks import memory_needs, size_warnings
 from relax_cli.checks.staleness_checks import staleness_problems, staleness_warnings
 from relax_cli.cluster.placement import SIZES, local_gpus
 from relax_cli.config.run_config import RunConfig
@@ -60,6 +60,7 @@ def problems_of(config: RunConfig, *, planning: bool) -> tuple[Problems, Problem
     for check in checks:
         wrong += check(config)
     needed = [*_start_needs(config), *data_needs(config)]
+    needed += [] if wrong else memory_needs(config)
     needed += _gpus_missing(config) if planning else _machine_problems(config)
     return list(dict.fromkeys(wrong)), list(dict.fromkeys(needed))
 

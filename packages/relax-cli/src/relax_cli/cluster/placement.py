@@ -146,3 +146,24 @@ def _driver_gpus() -> int:
     except (OSError, subprocess.SubprocessError):
         return 0
     return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def gpu_memory() -> float | None:
+    """Bytes of memory of a GPU of this machine, the smallest; None where there is none, or its driver does not say."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None or local_gpus() == 0:
+        return None
+    query = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        return min(float(line) for line in listed.split()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def machine_memory() -> float:
+    """Bytes of memory of this machine, within the limit of the container."""
+    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return min(total, float(text)) if text.isdigit() else total

@@ -1,0 +1,272 @@
+"""The sums of a plan: what is in the memory of a GPU, of a node or of the machine, at each moment of a step.
+
+Counted is what follows from the options and the shape of the model. What libraries take of a GPU for themselves is not:
+CUDA's context, CUDA graphs, NCCL's channels, together a few GB.
+"""
+
+import dataclasses
+import math
+
+from relax_train.models.costs import CHUNK_BYTES, Activations, Recompute
+from relax_train.models.shape import ModelShape
+
+from relax_cli.checks.lengths import context_lengths, longest_sample
+from relax_cli.cluster.placement import Placement, gpu_memory, machine_memory
+from relax_cli.config.run_config import RunConfig
+
+LARGEST_GPU = 288e9
+"""Bytes of memory of the largest GPU that is sold (NVIDIA B300, AMD MI355X)."""
+ACTIVATIONS = "activations"
+"""The part of a moment that is estimated."""
+CPU_CACHE_TOKENS = 16384
+"""Tokens of the KV cache of an engine on CPU (:data:`relax_rollout.engines.sglang.cpu.OPTIONS`)."""
+
+LIBRARIES = {"run": 1.2e9, "rank": 0.6e9, "engine": 1.3e9}
+"""Bytes of the imports on CPU: Ray with driver and rollout worker, a rank, an engine; measured, shared pages once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """A memory that something has to fit into.
+
+    Attributes:
+        size: bytes.
+        owner: who has them, in words.
+        known: it is the memory that the run will have, not the largest that there is.
+        swaps: the system may make room for more, slowly.
+    """
+
+    size: float
+    owner: str
+    known: bool
+    swaps: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """What is in one memory at one moment.
+
+    Attributes:
+        name: of the moment.
+        parts: what is in it, with bytes.
+        room: what it has to fit into.
+        fix: what to change when it does not.
+        likely: it can be as much as that: no length of a sample is taken from what the model could hold.
+    """
+
+    name: str
+    parts: tuple[tuple[str, float], ...]
+    room: Room
+    fix: str
+    likely: bool = True
+
+    @property
+    def total(self) -> float:
+        """Bytes of all parts."""
+        return sum(size for _, size in self.parts)
+
+    @property
+    def certain(self) -> float:
+        """Bytes of the parts that are no estimates."""
+        return sum(size for name, size in self.parts if name != ACTIVATIONS)
+
+    @property
+    def over(self) -> float:
+        """Bytes that are too much, below 0 when it fits; of what is not ``likely`` the certain part counts."""
+        return (self.total if self.likely else self.certain) - self.room.size
+
+    @property
+    def excess(self) -> str:
+        """What to say when it does not fit."""
+        return f"memory {self.name}: {self.sum_shown}, and {self.room.owner} has {shown(self.room.size)}: {self.fix}"
+
+    @property
+    def sum_shown(self) -> str:
+        """The sum in words: ``6.0 GB weights + 2.0 GB activations = 8.0 GB``."""
+        parts = [(name, size) for name, size in self.parts if size]
+        terms = " + ".join(f"{shown(size)} {name}" for name, size in parts)
+        return terms if len(parts) == 1 else f"{terms} = {shown(self.total)}"
+
+
+def bf16(config: RunConfig) -> bool:
+    """Whether weights are bfloat16; by default they are on GPUs, known or planned."""
+    chosen = config.train.model.bf16
+    return config.placement is None or config.placement.device == "cuda" if chosen is None else chosen
+
+
+def device_room(config: RunConfig, placement: Placement) -> Room:
+    """The memory of one GPU, or of this machine for a run on CPU."""
+    if placement.device == "cpu":
+        return Room(machine_memory(), "this machine", known=config.cluster.ray_address is None, swaps=True)
+    here = gpu_memory() if config.cluster.ray_address is None else None
+    if here is not None:
+        return Room(here, "a GPU of this machine", known=True)
+    return Room(LARGEST_GPU, "the largest GPU that is sold", known=False)
+
+
+def trainer_bytes(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[int, int]:
+    """Bytes of weights, gradients and optimizer on the fullest rank: on its device, and on the host."""
+    return shape.training_bytes(
+        placement,
+        bf16=bf16(config),
+        offload=config.train.parallel.optimizer_cpu_offload,
+        vision_trained=not config.train.model.freeze_vision_model,
+    )
+
+
+def activations(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[Activations, Recompute]:
+    """Memory of a micro-batch on one rank, and what of it is computed again (``--recompute-granularity``)."""
+    parallel, width = config.train.parallel, 2 if bf16(config) else 4
+    memory = Activations(shape=shape, sizes=placement, sequence_parallel=parallel.sequence_parallel, width=width)
+    method, layers = parallel.recompute_method, parallel.recompute_num_layers or 0
+    return memory, Recompute(method=method, layers=layers, modules=parallel.recomputed_modules)
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """The largest micro-batch that a rank may get.
+
+    Attributes:
+        tokens: of it; None: nothing limits the length of a sample.
+        why: why so many, or why it is not known.
+        chosen: the options say so, not what the model could hold.
+    """
+
+    tokens: int | None
+    why: str
+    chosen: bool
+
+
+def micro_batch(config: RunConfig) -> MicroBatch:
+    """The largest micro-batch of a run, from ``--max-tokens-per-gpu`` or from the longest sample."""
+    batch, cp = config.train.batch, config.train.parallel.context_parallel_size
+    if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is not None:
+        return MicroBatch(batch.max_tokens_per_gpu, f"{batch.max_tokens_per_gpu} tokens", chosen=True)
+    longest, why, chosen = longest_sample(config)
+    if longest is None:
+        return MicroBatch(None, why, chosen=False)
+    tokens = math.ceil(batch.micro_batch_size * longest / max(1, cp))
+    several = f"{batch.micro_batch_size} x " if batch.micro_batch_size > 1 else ""
+    part = f" / CP {cp}" if cp > 1 else ""
+    return MicroBatch(tokens, f"{several}{longest}{part} tokens ({why})", chosen)
+
+
+def logits_bytes(config: RunConfig, shape: ModelShape, placement: Placement, tokens: int) -> int:
+    """Bytes of the logits that are in memory at a time."""
+    return min(tokens * shape.vocab * (2 if bf16(config) else 4) // placement.tp, CHUNK_BYTES)
+
+
+def engine_weights(config: RunConfig, shape: ModelShape, placement: Placement) -> int:
+    """Bytes of the weights on one GPU of an engine."""
+    return shape.parameters * (2 if bf16(config) else 4) // placement.gpus_per_engine
+
+
+def moments(config: RunConfig, shape: ModelShape, placement: Placement) -> list[Moment]:
+    """The sums of a run, the device's first."""
+    found = _on_cpu(config, shape, placement) if placement.device == "cpu" else _on_gpus(config, shape, placement)
+    return [moment for moment in found if moment.total]
+
+
+def _trains(config: RunConfig) -> bool:
+    return not config.debug.debug_rollout_only
+
+
+def _generates(config: RunConfig) -> bool:
+    return not config.debug.debug_train_only
+
+
+def _working(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[float, float]:
+    """(activations, logits) of a micro-batch on one rank; 0 where they are not known."""
+    tokens = micro_batch(config).tokens
+    if tokens is None:
+        return 0, 0
+    memory, chosen = activations(config, shape, placement)
+    return memory.of(tokens, chosen), logits_bytes(config, shape, placement, tokens)
+
+
+def _buckets(config: RunConfig, shape: ModelShape) -> int:
+    """Bytes of two buckets of a push, of which each has at least one whole tensor."""
+    width = 2 if bf16(config) else 4
+    weights = [shape.embedding_weight, *(weight for kind in set(shape.kinds) for weight in shape.weights[kind])]
+    largest = max(math.prod(shape.size(t.dims)) for weight in weights for t in weight.tensors) * width
+    return 2 * min(max(largest, config.train.model.update_weight_buffer_size), shape.parameters * width)
+
+
+def _on_gpus(config: RunConfig, shape: ModelShape, placement: Placement) -> list[Moment]:
+    room, found = device_room(config, placement), []
+    trainer, offloaded = trainer_bytes(config, shape, placement)
+    model, buckets = engine_weights(config, shape, placement), _buckets(config, shape)
+    held = ("weights, gradients, optimizer", float(trainer))
+    smaller = "raise the parallel sizes or add --optimizer-cpu-offload"
+    if _trains(config):
+        kept, logits = _working(config, shape, placement)
+        working = ((ACTIVATIONS, kept), ("logits", logits))
+        fix = f"lower --max-tokens-per-gpu, set --recompute-granularity full, {smaller}"
+        likely = micro_batch(config).chosen
+        found.append(Moment("while it trains", (held, *working), room, fix, likely))
+    if _trains(config) and _generates(config):
+        pushed = [
+            held,
+            *([("the engine's weights", float(model))] if placement.shared else []),
+            ("two buckets", buckets),
+        ]
+        fix = f"lower --update-weight-buffer-size, raise --rollout-num-gpus-per-engine, {smaller}"
+        found.append(Moment("in a push of weights", tuple(pushed), room, fix))
+    if _generates(config):
+        share = config.sglang.sglang_mem_fraction_static
+        part = Room(room.size * share, f"--sglang-mem-fraction-static {share} of {room.owner}", room.known)
+        one = shape.kv_cache_bytes(2 if bf16(config) else 4) * (context_lengths(config).sample or 0)
+        parts = (
+            ("the engine's weights", float(model)),
+            ("KV cache of one longest sample", one / placement.gpus_per_engine),
+        )
+        fix = "raise --rollout-num-gpus-per-engine or the fraction, or lower --rollout-max-context-len"
+        found.append(Moment("while it generates, at least", parts, part, fix))
+    return [*found, *_on_host(config, shape, placement, offloaded)]
+
+
+def _on_host(config: RunConfig, shape: ModelShape, placement: Placement, offloaded: int) -> list[Moment]:
+    """What the ranks of one node keep in its memory."""
+    if not _trains(config):
+        return []
+    ranks = placement.train_ranks // max(1, config.cluster.actor_num_nodes)
+    parallel, parts = config.train.parallel, [("optimizer", float(offloaded * ranks))]
+    if placement.shared and _generates(config):
+        asleep = shape.sleeping_bytes(placement, bf16=bf16(config), offload=parallel.optimizer_cpu_offload)
+        parts.append(("what sleeps while engines generate", float(asleep * ranks)))
+    if config.train.algorithm.needs_reference:
+        own = sum(shape.parameters_per_rank(placement)) * (2 if bf16(config) else 4)
+        parts.append(("reference model", float(own * ranks)))
+    here = config.cluster.ray_address is None and gpu_memory() is not None
+    room = Room(machine_memory(), "this machine", known=True) if here else Room(math.inf, "a node", known=False)
+    fix = "use nodes with more memory, or raise the parallel sizes"
+    return [Moment(f"on the host, {ranks} rank{'s' * (ranks > 1)} a node", tuple(parts), room, fix)]
+
+
+def _on_cpu(config: RunConfig, shape: ModelShape, placement: Placement) -> list[Moment]:
+    """All of one machine: ranks and engine are in its memory side by side."""
+    ranks = placement.train_ranks // placement.nodes if _trains(config) else 0
+    engines = placement.engines // placement.nodes if _generates(config) else 0
+    libraries = LIBRARIES["run"] + ranks * LIBRARIES["rank"] + engines * LIBRARIES["engine"]
+    parts: list[tuple[str, float]] = [("libraries", libraries)]
+    if _trains(config):
+        kept, logits = _working(config, shape, placement)
+        own = trainer_bytes(config, shape, placement)[0]
+        parts += [("weights, gradients, optimizer", float(own * ranks)), (ACTIVATIONS, kept * ranks)]
+        parts.append(("logits", logits * ranks))
+    if _generates(config):
+        asked = str(config.sglang.sglang_extra.get("max_total_tokens", ""))
+        tokens = int(asked) if asked.isdigit() else CPU_CACHE_TOKENS
+        cache = shape.kv_cache_bytes(2 if bf16(config) else 4) * tokens
+        parts.append(("the engine's weights", float(engines * engine_weights(config, shape, placement))))
+        parts.append((f"KV cache of {tokens} tokens", float(engines * cache)))
+    if _trains(config) and _generates(config):
+        parts.append(("two buckets", float(_buckets(config, shape))))
+    fix = "use GPUs, or lower --max-tokens-per-gpu"
+    likely = not _trains(config) or micro_batch(config).chosen
+    return [Moment("on this machine", tuple(parts), device_room(config, placement), fix, likely)]
+
+
+def shown(n_bytes: float) -> str:
+    """A size in words."""
+    return f"{n_bytes / 1e9:,.1f} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:.1f} MB"

@@ -395,3 +395,58 @@ def test_a_checkpoint_that_the_run_cannot_go_on_with(
     (problem,) = problems(*argv, *words, "--dry-run")
     assert problem.startswith("--load: ")
     assert part in problem
+
+
+# ---------------------------------------------------------------------- what was not made yet
+
+
+@pytest.mark.parametrize(
+    ("example", "command"),
+    [
+        ("shapes", "uv run python {}make_task.py"),
+        ("smollm2", "uv run --group smollm2 python {}prepare.py"),
+    ],
+)
+def test_an_example_that_was_not_prepared_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: str, command: str
+) -> None:
+    """The one of its own comments, with the place of the script where it is started elsewhere."""
+    source, clone = Path(__file__).parents[3] / "examples" / example, tmp_path / "clone"
+    folder = clone / "examples" / example
+    folder.mkdir(parents=True)
+    for file in [*source.glob("*.py"), source / "train.toml"]:
+        (folder / file.name).write_text(file.read_text())
+    for where, place in ((clone, f"examples/{example}/"), (tmp_path, f"{folder}/")):
+        monkeypatch.chdir(where)
+        first = problems("--dry-run", "--config", str(folder / "train.toml"))[0]
+        assert first == (
+            "--hf-checkpoint and --prompt-data and --eval-prompt-data: not made yet; a script beside train.toml makes "
+            f"what is missing: {command.format(place)}"
+        )
+    # What is missing elsewhere is not made by that script.
+    elsewhere = ["--hf-checkpoint", "nowhere", "--prompt-data", "no.jsonl", "--eval-prompt-data", "a", "b.jsonl"]
+    assert not [p for p in problems("--config", str(folder / "train.toml"), *elsewhere) if "not made yet" in p]
+
+
+def test_a_configuration_that_names_no_command_names_its_script(workspace: Path) -> None:
+    (workspace / "train.toml").write_text('hf-checkpoint = "${config_dir}/model"\nprompt-data = ["prompts.jsonl"]\n')
+    assert not [p for p in problems("--config", "train.toml") if "not made yet" in p], "no script"
+    (workspace / "reward.py").touch()
+    (workspace / "make_model.py").touch()
+    (found,) = [p for p in problems("--config", "train.toml") if "not made yet" in p]
+    assert found == (
+        "--hf-checkpoint: not made yet; a script beside train.toml makes what is missing: "
+        f"python {workspace / 'make_model.py'}"
+    )
+
+
+def test_a_folder_without_a_tokenizer_is_not_said_to_have_no_chat_template(workspace: Path, start: list[str]) -> None:
+    (workspace / "small" / "tokenizer.json").unlink()
+    words = [*start, "--apply-chat-template"]
+    lacks = (
+        "has no tokenizer: it must hold one of tokenizer.json, tokenizer.model, vocab.json; download the whole model"
+    )
+    (note,) = [n for n in resolve([*words, "--dry-run"], {}).notes if "token" in n]
+    (problem,) = problems(*words)
+    assert lacks in note
+    assert lacks in problem

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from relax_cli.config.run_config import RunConfig
 ROWS = 16
 """Rows of a file that are looked at."""
 _FILES = 4
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Files of which a tokenizer has one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +155,7 @@ def _looked_at(option: str, files: list[FileSlice], config: RunConfig) -> FirstP
         prompts, problem = _read(rows, config.data, FolderTokenizer(folder))
         if problem is not None and config.data.apply_chat_template and "template" in problem:
             # The folder's files may say it elsewhere: what would load them has the last word.
-            tokenizer = _real_tokenizer(folder)
+            tokenizer = _real_tokenizer(folder) if has_tokenizer(folder) else None
             prompts, problem = ([], None) if tokenizer is None else _read(rows, config.data, tokenizer)
     except (DataError, OSError, UnicodeDecodeError) as error:
         return FirstPrompts(option, [], str(error), None)
@@ -175,6 +178,11 @@ def _read(rows: list[SourcedRow], settings: DataSettings, tokenizer: Any) -> tup
         except DataError as error:
             problem = problem or str(error)
     return prompts, problem
+
+
+def has_tokenizer(folder: str) -> bool:
+    """Whether a Hugging Face folder holds the vocabulary of a tokenizer."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in VOCABULARIES)
 
 
 def _real_tokenizer(folder: str) -> Any:

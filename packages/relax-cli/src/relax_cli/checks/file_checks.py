@@ -19,7 +19,7 @@ from relax_train.models.architectures import model_shape, unsupported
 from relax_train.settings.checkpoint import LATEST, ROLLOUT_ID
 from relax_train.settings.model import read_hf_config
 
-from relax_cli.checks.data_checks import resume_problem
+from relax_cli.checks.data_checks import VOCABULARIES, has_tokenizer, resume_problem
 from relax_cli.checks.weight_files import weight_problems
 from relax_cli.cluster.placement import SIZES
 from relax_cli.config.derive import PATHS
@@ -117,8 +117,11 @@ def _folder_needs(option: str, folder: Path, *, tokenizer: bool) -> Problems:
     found = []
     if not any(n.endswith(".safetensors") for n in names):
         found.append(f"{option} {folder} has no weights: it must hold *.safetensors files; download the whole model")
-    if tokenizer and not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(names):
-        found.append(f"{option} {folder} has no tokenizer: it must hold tokenizer.json; download the whole model")
+    if tokenizer and not has_tokenizer(str(folder)):
+        found.append(
+            f"{option} {folder} has no tokenizer: it must hold one of {', '.join(VOCABULARIES)}; download the whole "
+            "model, or copy the tokenizer's files from the model that it was made of"
+        )
     return found
 
 

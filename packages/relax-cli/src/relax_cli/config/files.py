@@ -2,17 +2,23 @@
 
 import dataclasses
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from relax_data.options import flag
+
 from relax_cli.config.command_line import Given, Layer, Namespace
 from relax_cli.config.schema import from_object
 
 _PLACEHOLDER = re.compile(r"(\$+)\{config_dir\}")
 _NOT_IN_FILES = ("config",)
+_INPUTS = ("hf_checkpoint", "ref_load", "prompt_data", "eval_prompt_data")
+_MAKERS = ("make", "prepare")
+"""How the names of scripts begin that make the model and the data of a configuration."""
 _LARGEST_FILE = 1_000_000
 _LONG_NUMBER = re.compile(r"[0-9_]{1000}")
 _TOML_KEY = re.compile(r"""\s*(?:\[\s*)?(?:"([^"]*)"|'([^']*)'|([A-Za-z0-9_-]+))\s*[=.\]]""")
@@ -67,6 +73,46 @@ def read_file(path: Path, namespace: Namespace) -> Layer:
             layer.errors.append(f"{where}: {entry.key}: {error}")
             layer.failed.add(name)
     return layer
+
+
+def script_hint(path: Path, given: Mapping[str, Given]) -> list[str]:
+    """One line when the model or the data of a configuration is missing in its folder, where a script makes it.
+
+    The command is the one that the configuration's own comments show for the script, if they do.
+
+    Args:
+        path: of the configuration.
+        given: the options of the start.
+    """
+    folder = path.resolve().parent
+    missing = [
+        name for name in _INPUTS if name in given and any(_is_missing(v, folder) for v in _words(given[name].value))
+    ]
+    scripts = sorted(script for script in folder.glob("*.py") if script.name.startswith(_MAKERS)) if missing else []
+    if not scripts:
+        return []
+    commands = " and ".join(_command(script, path) for script in scripts)
+    return [
+        f"{' and '.join(flag(name) for name in missing)}: not made yet; a script beside {path.name} makes what is "
+        f"missing: {commands}"
+    ]
+
+
+def _words(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else [v for v in value if isinstance(v, str)] if value else []
+
+
+def _is_missing(value: str, folder: Path) -> bool:
+    """Whether a value names a place below ``folder`` where nothing is."""
+    place = value.partition("@[")[0]
+    return place.startswith(f"{folder}{os.sep}") and "*" not in place and not os.path.lexists(place)
+
+
+def _command(script: Path, config: Path) -> str:
+    shown = re.search(rf"^#[ \t]+(.*\bpython )(\S*{re.escape(script.name)})", config.read_text(encoding="utf-8"), re.M)
+    if shown is None:
+        return f"python {script}"
+    return shown[1] + (shown[2] if Path(shown[2]).is_file() else str(script))
 
 
 def _reason(error: Exception) -> str:

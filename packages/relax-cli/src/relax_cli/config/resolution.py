@@ -71,7 +71,9 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Run
         else:
             errors += needed
     if errors:
-        raise ConfigError(list(dict.fromkeys(errors)))
+        file = given.get("config")
+        hint = files.script_hint(Path(file.value), given) if complete and file and file.value is not UNSET else []
+        raise ConfigError(list(dict.fromkeys([*hint, *errors])))
     return dataclasses.replace(config, warnings=(*switched, *warnings_of(config)))
 
 

@@ -1,15 +1,19 @@
 """The analysers, on traces whose shares are known and on recorded ones."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import relax_profiling
 from relax_profiling.analysis.breakdown import device_breakdown, host_breakdown
 from relax_profiling.analysis.communication import communication_kinds
 from relax_profiling.analysis.intervals import Cover, intersection, total, union
 from relax_profiling.analysis.ranks import clock_offsets, rank_waits
 from relax_profiling.analysis.stages import engine_stages
 from relax_profiling.analysis.top import short_kernel, top_kernels, top_operators
+from relax_profiling.report.html import to_html
+from relax_profiling.report.text import to_text
 from relax_profiling.trace.flops import operator_flops, peak_tflops
 from relax_profiling.trace.load import COMMUNICATION, COMPUTE, MEMORY, device_kind, load_trace
 
@@ -92,6 +96,36 @@ def test_a_host_without_a_gpu(trace_maker: Any, tmp_path: Path) -> None:
     assert (b.span, b.compute, b.communication_exposed, b.idle) == (2000, 800, 100, 1100)
     assert b.idle_causes == {"host": 600, "between": 500}
     assert not b.on_device
+
+
+def test_the_time_between_steps_is_told_apart_from_idle_time_in_them(trace_maker: Any, tmp_path: Path) -> None:
+    """With --colocate it is the engines' turn, and says nothing of the trainer."""
+    t = trace_maker()
+    t.span(-10, 110, "train_overall#2")
+    t.kernel(0, 90, launched=-5)
+    t.span(9900, 110, "train_overall#3")
+    t.kernel(9910, 90, launched=9905)
+    path = t.write(tmp_path / "train_overall_rank0_dp0_tp0_pp0.1713780123.pt.trace.json")
+    report = relax_profiling.analyze(path)
+    (found,) = report.traces
+    b = found.breakdown
+    assert (b.span, b.compute, b.idle) == (10_000, 180, 9820)
+    assert b.between == pytest.approx(9800, abs=5)
+    assert b.idle_in_steps == pytest.approx(20, abs=5)
+    assert b.of_steps(b.compute) == pytest.approx(0.9, abs=0.02)
+    text, page = to_text(report), to_html(report)
+    assert "   idle 0.2%   between steps 98.0%\n" in text
+    assert re.search(r"of the steps alone: compute 9\d\.\d%, communication 0.0%, copies 0.0%, idle \d+\.\d%", text)
+    assert "between steps <b>98.0%</b>" in page
+    assert "of the steps alone: compute 9" in page
+
+    alone = trace_maker()
+    alone.kernel(0, 10)
+    alone.kernel(40, 10)
+    path = alone.write(tmp_path / "train_overall_rank1_dp1_tp0_pp0.1713780123.pt.trace.json")
+    text = to_text(relax_profiling.analyze(path))
+    assert "   idle 60.0%\n" in text
+    assert "between steps" not in text
 
 
 def test_own_time_of_operators(trace_maker: Any, tmp_path: Path) -> None:

@@ -52,6 +52,21 @@ class Breakdown:
     idle_causes: dict[str, float]
     on_device: bool
 
+    @property
+    def between(self) -> float:
+        """The part of ``idle`` that lies between the marked steps: with ``--colocate`` it is the engines' turn."""
+        return self.idle_causes.get("between", 0.0)
+
+    @property
+    def idle_in_steps(self) -> float:
+        """The rest of ``idle``; all of it where no steps are marked."""
+        return max(0.0, self.idle - self.between)
+
+    def of_steps(self, microseconds: float) -> float:
+        """The share that a time is of the span without what lies between the steps."""
+        within = self.span - self.between
+        return microseconds / within if within > 0 else 0.0
+
     def share(self, part: str) -> float:
         """A part's share of the span, 0 to 1."""
         return self.of_span(float(getattr(self, part)))

@@ -2,12 +2,19 @@
 
 from collections.abc import Iterable
 
-from relax_profiling.analysis.breakdown import IDLE_CAUSES
 from relax_profiling.analysis.top import TopEntry
 from relax_profiling.report.model import Finding, MemoryReport, Report, TraceReport
 from relax_profiling.report.step_drawing import draw
 from relax_profiling.report.style import page, table, text
-from relax_profiling.report.text import computation, milliseconds, size, trace_title
+from relax_profiling.report.text import (
+    computation,
+    idle_causes,
+    in_steps,
+    milliseconds,
+    seen_between,
+    size,
+    trace_title,
+)
 from relax_profiling.report.timeline import timeline
 from relax_profiling.snapshot.analyse import Holder
 
@@ -15,7 +22,8 @@ _PARTS = (
     ("compute", "compute", "--compute"),
     ("communication_exposed", "communication, exposed", "--comm"),
     ("memory", "memory copies", "--copy"),
-    ("idle", "idle", "--idle"),
+    ("idle_in_steps", "idle", "--idle"),
+    ("between", "between steps", "--line"),
 )
 
 
@@ -73,7 +81,7 @@ def _overview(traces: list[TraceReport]) -> str:
             ]
         )
     head = [("", False), ("recorded", True), ("step", True), ("compute", True), ("communication", True)]
-    head += [("copies", True), ("idle", True), ("waits for ranks", True), ("MFU", True)]
+    head += [("copies", True), ("idle", True), ("between steps", True), ("waits for ranks", True), ("MFU", True)]
     return f'<div class="card" style="margin-bottom:14px">{table(head, rows)}</div>'
 
 
@@ -124,14 +132,11 @@ def _bar(t: TraceReport) -> str:
     ]
     if b.communication_overlapped:
         legend.append(f"<span>communication behind compute <b>{b.share('communication_overlapped'):.1%}</b></span>")
-    causes = [
-        f"<span>{text(IDLE_CAUSES[cause])} <b>{b.of_span(us):.1%}</b></span>"
-        for cause, us in b.idle_causes.items()
-        if b.of_span(us) >= 0.001
-    ]
+    causes = [f"<span>{text(name)} <b>{share:.1%}</b></span>" for name, share in idle_causes(b)]
     idle = f'<div class="legend soft"><span>idle:</span>{"".join(causes)}</div>' if causes else ""
     bar = f'<div class="bar" role="img" aria-label="shares of time">{pieces}</div>'
-    return f'{bar}<div class="legend">{"".join(legend)}</div>{idle}'
+    steps = f'<p class="soft">{text(in_steps(b))}</p>' if seen_between(b) else ""
+    return f'{bar}<div class="legend">{"".join(legend)}</div>{idle}{steps}'
 
 
 def _top(title: str, entries: list[TopEntry]) -> str:

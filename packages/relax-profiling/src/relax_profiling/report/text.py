@@ -1,6 +1,6 @@
 """The report as text for a terminal."""
 
-from relax_profiling.analysis.breakdown import IDLE_CAUSES
+from relax_profiling.analysis.breakdown import IDLE_CAUSES, Breakdown
 from relax_profiling.report.model import MemoryReport, Report, TraceReport
 from relax_profiling.timeline.shares import Timeline
 
@@ -49,6 +49,29 @@ def size(count: float) -> str:
     return f"{count / _MIB:.1f} MiB" if count < 1024 * _MIB else f"{count / _MIB / 1024:.2f} GiB"
 
 
+def seen_between(b: Breakdown) -> bool:
+    """Whether there is time between marked steps to speak of."""
+    return b.share("between") >= 0.001
+
+
+def idle_causes(b: Breakdown) -> list[tuple[str, float]]:
+    """Causes of idle time in the steps, and their shares of the span."""
+    shares = {cause: b.of_span(us) for cause, us in b.idle_causes.items() if cause != "between"}
+    return [(IDLE_CAUSES[cause], share) for cause, share in shares.items() if share >= 0.001]
+
+
+def in_steps(b: Breakdown) -> str:
+    """The shares of the steps alone: between them a trainer has nothing to do while it is the engines' turn."""
+    parts = {
+        "compute": b.compute,
+        "communication": b.communication_exposed,
+        "copies": b.memory,
+        "idle": b.idle_in_steps,
+    }
+    shares = ", ".join(f"{name} {b.of_steps(us):.1%}" for name, us in parts.items())
+    return f"of the steps alone: {shares} (between them it is the engines' turn with --colocate)"
+
+
 def computation(t: TraceReport) -> list[str]:
     """What a trace computes, by kind, and how fast; nothing where nothing computes."""
     work = t.work
@@ -77,14 +100,17 @@ def _trace(t: TraceReport) -> list[str]:
     lines = [f"  {trace_title(t)}  [{t.device}]  {t.file}"]
     step = f", {len(t.steps)} steps of {milliseconds(t.step_mean)}" if t.step_mean is not None else ""
     lines.append(f"    {milliseconds(b.span)} recorded{step}")
+    between = f"   between steps {b.share('between'):.1%}" if seen_between(b) else ""
     lines.append(
         f"    compute {b.share('compute'):.1%}   communication {b.share('communication_exposed'):.1%} exposed, "
         f"{b.share('communication_overlapped'):.1%} overlapped   copies {b.share('memory'):.1%}   "
-        f"idle {b.share('idle'):.1%}"
+        f"idle {b.share('idle_in_steps'):.1%}{between}"
     )
-    causes = [f"{IDLE_CAUSES[c]} {b.of_span(us):.1%}" for c, us in b.idle_causes.items() if b.of_span(us) >= 0.001]
+    causes = [f"{name} {share:.1%}" for name, share in idle_causes(b)]
     if causes:
         lines.append(f"    idle: {', '.join(causes)}")
+    if between:
+        lines.append(f"    {in_steps(b)}")
     if t.mfu is not None:
         lines.append(f"    MFU {t.mfu:.1%} ({t.flops / 1e12:.2f} TFLOP in operators with recorded shapes)")
     lines += [f"    {line}" for line in computation(t)]

@@ -391,11 +391,14 @@ def test_a_kernel_of_the_engine_that_scales_positions_in_its_own_way_is_refused(
     assert "computes rope type 'yarn' differently from the trainer" in only(asked)
 
 
-def test_layers_without_experts_are_refused_for_the_engine_gives_all_of_them_some(
+def test_experts_that_the_engine_would_serve_with_weights_of_nobody_are_refused(
     workspace: Path, start: list[str]
 ) -> None:
     file = workspace / "small" / "config.json"
     experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **experts}))
+    assert "SGLang gives qwen3_moe an output layer of its own" in only([*start, "--dry-run"]), "the small one is tied"
+    experts["tie_word_embeddings"] = False
     file.write_text(json.dumps({**json.loads(file.read_text()), **experts}))
     resolve([*start, "--dry-run"], {})
     file.write_text(json.dumps({**json.loads(file.read_text()), **experts, "mlp_only_layers": [1]}))

@@ -7,6 +7,7 @@ from typing import Any
 from relax_data.options import flag, given_flags
 from relax_data.readers.files import resolve_files
 from relax_train.models.architectures import ARCHITECTURES, model_shape, unsupported
+from relax_train.models.shape import ModelShape
 from relax_train.settings.model import read_hf_config
 
 from relax_cli.checks.algorithm_checks import algorithm_problems, algorithm_warnings
@@ -128,18 +129,7 @@ def _model_problems(config: RunConfig) -> Problems:
             f"--rollout-num-gpus-per-engine {tp} does not divide the model's num_attention_heads {shape.heads}: "
             "choose a divisor of it"
         )
-    if shape.experts and "dense" in shape.kinds and not config.debug.debug_train_only:
-        dense = [i for i, kind in enumerate(shape.kinds) if kind == "dense"]
-        found.append(
-            f"SGLang gives every layer of {shape.model_type} experts, and would serve the layers without ({len(dense)} "
-            f"of {shape.layers}, such as layer {dense[0]}) with weights that nobody set: use a model with experts in "
-            "all layers (mlp_only_layers empty, decoder_sparse_step 1)"
-        )
-    if shape.rope.kind != "default" and config.sglang.sglang_extra.get("enable_fused_qk_norm_rope"):
-        found.append(
-            f"--sglang-enable-fused-qk-norm-rope computes rope type {shape.rope.kind!r} differently from the trainer: "
-            "leave it off"
-        )
+    found += [] if config.debug.debug_train_only else _served_otherwise(config, shape)
     longest = config.rollout.rollout_max_context_len
     if longest is not None and shape.max_positions is not None and longest > shape.max_positions:
         found.append(
@@ -151,6 +141,30 @@ def _model_problems(config: RunConfig) -> Problems:
         found.append(
             f"--sglang-context-length {by_hand} is more than the model's max_position_embeddings "
             f"{shape.max_positions}: the trainer does not scale positions; lower it"
+        )
+    return found
+
+
+def _served_otherwise(config: RunConfig, shape: ModelShape) -> Problems:
+    """What the trainer computes and SGLang would serve differently, without a word."""
+    found = []
+    if shape.experts and "dense" in shape.kinds:
+        dense = [i for i, kind in enumerate(shape.kinds) if kind == "dense"]
+        found.append(
+            f"SGLang gives every layer of {shape.model_type} experts, and would serve the layers without ({len(dense)} "
+            f"of {shape.layers}, such as layer {dense[0]}) with weights that nobody set: use a model with experts in "
+            "all layers (mlp_only_layers empty, decoder_sparse_step 1)"
+        )
+    if shape.experts and shape.tied:
+        found.append(
+            f"SGLang gives {shape.model_type} an output layer of its own, and would serve this model, whose output "
+            "layer is its embedding (tie_word_embeddings), with weights that nobody set: store the model with "
+            "tie_word_embeddings false and lm_head.weight"
+        )
+    if shape.rope.kind != "default" and config.sglang.sglang_extra.get("enable_fused_qk_norm_rope"):
+        found.append(
+            f"--sglang-enable-fused-qk-norm-rope computes rope type {shape.rope.kind!r} differently from the trainer: "
+            "leave it off"
         )
     return found
 

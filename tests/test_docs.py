@@ -4,6 +4,7 @@ import ast
 import functools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ OTHERS = {
     "--all-files": "pre-commit",
     "--by-stage": "relax profile",
     "--duration": "relax profile",
+    "--experts": "examples/arithmetic/make_task.py",
     "--extra": "uv",
     "--frozen": "uv",
     "--group": "uv",
@@ -49,6 +51,7 @@ OTHERS = {
     "--port": "ray start",
     "--python": "uv",
     "--sglang-": "begins the flags that go to SGLang's server",
+    "--untaught": "examples/arithmetic/make_task.py",
     "--url": "relax profile",
     "--x": "stands for any flag",
 }
@@ -249,6 +252,29 @@ def test_examples_that_are_marked_run(code: str, tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
     printed = re.findall(r"print\(.*\)  # (.*)$", code, re.M)
     assert all(line in found.stdout for line in printed), found.stdout
+
+
+def test_the_commands_for_a_mixture_of_experts_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model is made as the page says, and the run that it shows is planned; others run one."""
+    from relax_cli.main import main
+
+    section = text_of(DOCS / "models.md").partition("## A mixture of experts on a CPU")[2].partition("\n## ")[0]
+    make, train = (
+        shlex.split(c.replace("\\\n", "")) for c in re.findall(r"^    uv run ((?:.*\\\n)*.*)$", section, re.M)
+    )
+    assert (make[0], train[:2]) == ("python", ["relax", "train"])
+    command = [sys.executable, str(ROOT / make[1]), *make[2:]]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0, found.stderr
+    monkeypatch.chdir(tmp_path)
+    words = [str(ROOT / word) if word.startswith("examples/") else word for word in train[1:]]
+    assert main([*words, "--actor-num-gpus-per-node", "0", "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert "qwen3_moe, 4 layers, hidden 128, 4 heads, 4 experts of which 2 a token" in plan
+    assert "2 x 1 x 1 a pipeline stage" in plan, "two ranks have two experts each"
+    assert "A real start still needs" not in plan
 
 
 def test_there_are_examples_that_run() -> None:

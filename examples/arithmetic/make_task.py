@@ -1,6 +1,6 @@
 """Build the arithmetic example: the prompts, the tokenizer and the start model, all from one seed.
 
-    python examples/arithmetic/make_task.py [--out FOLDER] [--data-only]
+    python examples/arithmetic/make_task.py [--out FOLDER] [--data-only] [--experts N] [--untaught]
 
 The start model is made on purpose to be a poor calculator. It is first taught sums and differences, then spoilt with a
 corpus in which most answers are systematically wrong, so that both its most likely answer and most of its sampled
@@ -16,11 +16,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+Model = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<system>", "<user>", "<assistant>", "<tool>")
 CHARACTERS = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;?!\n'\"<>|_"
@@ -102,25 +112,35 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_model(seed: int) -> Qwen3ForCausalLM:
-    """A random Qwen3 of 1.0 M float32 parameters."""
+def make_model(seed: int, experts: int = 0) -> Model:
+    """A random Qwen3 of 1.0 M float32 parameters, or a Qwen3-MoE with so many experts, two of them a token."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-        dtype="float32",
-    )
-    model = Qwen3ForCausalLM(config)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": not experts,  # SGLang's Qwen3-MoE has an output layer of its own
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+        "dtype": "float32",
+    }
+    model: Model
+    if experts:
+        routed: dict[str, Any] = {
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256,
+            "norm_topk_prob": True,
+        }
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **routed))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
     model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=1, bos_token_id=2, do_sample=True)
     return model
 
@@ -177,7 +197,7 @@ def orthogonalise(matrix: torch.Tensor, iterations: int = 5) -> torch.Tensor:
 
 
 def supervise(
-    model: Qwen3ForCausalLM,
+    model: Model,
     tokenizer: PreTrainedTokenizerFast,
     draw: Callable[[random.Random], tuple[Problem, int]],
     *,
@@ -207,9 +227,7 @@ def supervise(
 
 
 @torch.no_grad()
-def accuracy(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem]
-) -> tuple[float, float]:
+def accuracy(model: Model, tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> tuple[float, float]:
     """Share of right answers (greedy, expected when sampling at temperature 1), scored with the answer given."""
     ids, labels = encode(tokenizer, [(p, p.answer) for p in problems])
     log_probs = model(input_ids=ids[:, :-1], use_cache=False).logits.log_softmax(-1)
@@ -220,11 +238,11 @@ def accuracy(
     return greedy, (chosen * scored).sum(1).exp().mean().item()
 
 
-def make_start_model(
-    seed: int, known: list[Problem], held_out: list[Problem]
-) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
+def teach_and_spoil(
+    model: Model, tokenizer: PreTrainedTokenizerFast, seed: int, known: list[Problem], held_out: list[Problem]
+) -> None:
     """Teach a random model sums and differences, then spoil it with the wrong habits."""
-    tokenizer, model, rng = make_tokenizer(), make_model(seed), random.Random(seed)
+    rng = random.Random(seed)
     answers, shares = zip(*HABITS, strict=True)
 
     def right(rng: random.Random) -> tuple[Problem, int]:
@@ -240,7 +258,6 @@ def make_start_model(
         supervise(model, tokenizer, draw, steps=steps, batch=128, lr=lr, rng=rng)
         greedy, sampled = accuracy(model, tokenizer, held_out)
         print(f"{name}: {time.monotonic() - start:.0f} s, held-out right greedy {greedy:.3f}, sampled {sampled:.3f}")
-    return model, tokenizer
 
 
 def main() -> None:
@@ -249,6 +266,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where data/ and model/ go")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data-only", action="store_true", help="write the prompts, leave the model as it is")
+    parser.add_argument("--experts", type=int, default=0, help="experts of each layer, two or more; 0 is a dense model")
+    parser.add_argument("--untaught", action="store_true", help="leave the start model random: made at once")
     args = parser.parse_args()
     known, held_out = split_problems(args.seed)
     write_prompts(args.out / "data" / "train.jsonl", known[:N_TRAIN])
@@ -256,7 +275,9 @@ def main() -> None:
     if args.data_only:
         return
     torch.set_num_threads(1)  # for such small matrices more threads are no faster, and the sums stay in one order
-    model, tokenizer = make_start_model(args.seed, known, held_out)
+    model, tokenizer = make_model(args.seed, args.experts), make_tokenizer()
+    if not args.untaught:
+        teach_and_spoil(model, tokenizer, args.seed, known, held_out)
     model.save_pretrained(args.out / "model")
     tokenizer.save_pretrained(args.out / "model")
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from relax_cli.workers.process import spare_what_stays
 from relax_data.prompts.open import open_prompts
 from relax_data.settings import DataSettings
 from relax_data.weights import Bucket
@@ -108,6 +109,7 @@ async def rollouts(
 ) -> tuple[dict[str, list[float]], list[list[list[int]]]]:
     """Tokens a second of rollouts and of lists of the same prompts, in turn; and the prompts of each."""
     loop = rollout_loop(engine, options)
+    spare_what_stays()  # as a run does
     rates: dict[str, list[float]] = {"loop": [], "list": []}
     asked = []
     timeout = httpx.Timeout(3600.0)

@@ -16,7 +16,7 @@ from relax_data.types import ROW_COLUMNS, BatchRows, Prompt, StepManifest, Train
 from relax_cli.checks.lengths import context_lengths
 from relax_cli.run.debug_data import save_groups
 from relax_cli.workers.plane_rows import ROWS_PLANE
-from relax_cli.workers.process import enter_folder, start_log
+from relax_cli.workers.process import enter_folder, spare_what_stays, start_log
 
 if TYPE_CHECKING:
     from relax_data.multimodal import ProcessorPool
@@ -133,6 +133,7 @@ class RolloutActor:
                 end=self._config.run.num_rollout,
                 publisher=self._publisher,
             )
+        spare_what_stays()
 
     def _build_profiler(self, engines: "Sequence[EngineAddress]") -> "RolloutProfiler | None":
         settings = self._config.sglang_profile

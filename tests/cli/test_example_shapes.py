@@ -15,15 +15,19 @@ FIRST, LAST = 12, 14
 """Rollouts of the first launch, and of both."""
 
 
+def make_task(folder: Path) -> None:
+    command = [sys.executable, str(EXAMPLE / "make_task.py"), "--out", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (folder / "train.toml").write_text((EXAMPLE / "train.toml").read_text())
+
+
 def test_a_run_learns_to_look_and_goes_on_with_other_sizes(relax: Callable[..., Any], tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    command = [sys.executable, str(EXAMPLE / "make_task.py"), "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    (tmp_path / "train.toml").write_text((EXAMPLE / "train.toml").read_text())
+    make_task(tmp_path)
     metrics: list[dict[str, Any]] = []
     resumed = ["--load", "checkpoints", "--tensor-model-parallel-size", "2"]
     for number, more in ((FIRST, ["--mm-processor-pool-size", "1"]), (LAST, resumed)):
@@ -53,3 +57,26 @@ def test_a_run_learns_to_look_and_goes_on_with_other_sizes(relax: Callable[..., 
     assert set(again) == set(exported) == set(start)
     assert all(torch.equal(again[name], exported[name]) for name in exported)
     assert not torch.equal(exported["visual.merger.mlp.2.weight"], start["visual.merger.mlp.2.weight"])
+
+
+def test_pictures_go_through_the_queue_of_the_fully_async_mode(relax: Callable[..., Any], tmp_path: Path) -> None:
+    """Without staleness engine and trainer agree on every token, also after pushes; then it goes on with staleness."""
+    make_task(tmp_path)
+    where = ["--fully-async", "--save", "checkpoints", "--load", "checkpoints", "--eval-interval", "100"]
+    sizes = ["--rollout-batch-size", "8", "--global-batch-size", "32", "--tensor-model-parallel-size", "2"]
+    for number, staleness in ((3, "0"), (5, "1")):
+        name = f"run{number}"
+        words = ["--num-rollout", str(number), "--max-staleness", staleness, "--tb-experiment-name", name]
+        run = relax("train", "--config", "train.toml", *where, *sizes, *words)
+        assert run.finish() == 0, run.output
+        assert run.survivors() == []
+        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        steps = [m for m in map(json.loads, lines) if "time/step" in m]
+        assert [m["step"] for m in steps] == list(range(number - len(steps), number))
+        assert max(m["staleness/max"] for m in steps) <= int(staleness)
+        assert min(m["plane/rows"] for m in steps) >= 8 * 8
+        if staleness == "0":
+            assert len(steps) == 3
+            assert max(m["train/logprob_diff_max"] for m in steps) < 1e-4
+        else:
+            assert len(steps) == 2

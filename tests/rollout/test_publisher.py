@@ -1,16 +1,26 @@
 """Rows of whole groups go into a plane in the background, and what fails there reaches who waits."""
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from relax_data.plane.base import Columns, PlaneFailed
+from relax_data.plane.base import Columns, PlaneFailed, Rows
 from relax_data.plane.local import LocalPlane
 from relax_data.plane.rows import PlaneRows
-from relax_data.types import ROW_COLUMNS, BatchRows, Prompt, SampleGroup, SampleStatus, TrainBatch
+from relax_data.types import (
+    PICTURE_COLUMNS,
+    ROW_COLUMNS,
+    BatchRows,
+    Prompt,
+    SampleGroup,
+    SampleStatus,
+    StepManifest,
+    TrainBatch,
+)
 from relax_rollout.loop import publisher as publishing
 from relax_rollout.loop.producer import Producer
 from relax_rollout.loop.publisher import RowPublisher
@@ -23,10 +33,16 @@ class CountingPlane(LocalPlane):
     def __init__(self) -> None:
         super().__init__()
         self.puts: list[int] = []
+        self.fetched: list[Sequence[int]] = []
 
     def put(self, columns: Columns) -> list[int]:
-        self.puts.append(len(columns["tokens"]))
+        if "tokens" in columns:
+            self.puts.append(len(columns["tokens"]))
         return super().put(columns)
+
+    def fetch(self, ids: Sequence[int], columns: Sequence[str]) -> Rows:
+        self.fetched.append(ids)
+        return super().fetch(ids, columns)
 
 
 def groups(n: int, responses: int = 5) -> list[SampleGroup]:
@@ -70,6 +86,46 @@ def test_rows_are_put_sixteen_or_more_at_once_and_come_back_as_they_were() -> No
             assert got.dtype == value.dtype
     stored = plane.fetch(ids[:1], ["tokens", "log_probs", "versions", "mask"]).columns
     assert [stored[c][0].dtype for c in stored] == [np.int32, np.float32, np.int32, np.uint8]
+
+
+def test_pictures_are_one_row_a_prompt_that_its_samples_share() -> None:
+    async def run() -> tuple[CountingPlane, RowPublisher, list[int]]:
+        plane = CountingPlane()
+        publisher = RowPublisher(plane)
+        for group in made:
+            publisher.add(group)
+        return plane, publisher, await publisher.row_ids(wanted)
+
+    async def forget() -> None:
+        publisher.forget([0, 1, 2])
+        await asyncio.gather(*publisher._tasks)
+
+    made = groups(3, responses=2)
+    for i in (0, 2):
+        values = np.full((4 * (i + 1), 3), i, np.float32)
+        made[i].prompt.features = {"pixel_values": values, "image_grid_thw": np.array([[1, 2, 2 * (i + 1)]])}
+    wanted = [made[2], made[1], made[0]]
+    plane, publisher, ids = asyncio.run(run())
+    pictures = publisher.picture_ids(wanted)
+    assert plane.puts == [6]
+    assert len(plane) == 8, "two of three prompts have pictures"
+    assert publisher.metrics()["plane/rows"] == 6
+    assert (pictures[0], pictures[2:4], pictures[4]) == (pictures[1], [None, None], pictures[5])
+    manifest = dataclasses.replace(StepManifest.of(TrainBatch.from_groups(wanted, 0)), picture_ids=pictures)
+    assert manifest.select([5, 2]).picture_ids == [pictures[5], None]
+
+    places = [0, 3, 1, 4]
+    found = PlaneRows(plane, ids, pictures).fetch(places, (*ROW_COLUMNS, *PICTURE_COLUMNS))
+    same = BatchRows(TrainBatch.from_groups(wanted, 0)).fetch(places, (*ROW_COLUMNS, *PICTURE_COLUMNS))
+    for name, column in same.items():
+        for got, value in zip(found[name], column, strict=True):
+            np.testing.assert_array_equal(got, value)
+            assert got.dtype == value.dtype
+    assert found["pixel_values"][0] is found["pixel_values"][2], "a micro-batch runs the tower once for both"
+    assert plane.fetched[1:] == [[pictures[0], pictures[4]]], "each once"
+    asyncio.run(forget())
+    assert len(plane) == 0
+    assert publisher.picture_ids([made[1]]) == []
 
 
 def test_a_sample_that_cannot_be_trained_is_named() -> None:

@@ -381,6 +381,8 @@ class StepManifest:
         trained_tokens: float64 ``[n]``, sum of the loss mask.
         oldest_versions: int64 ``[n]``, oldest policy version among each sample's tokens.
         row_ids: ids of their rows in a :class:`relax_data.plane.base.DataPlane`; empty where rows are not in one.
+        picture_ids: for each sample the id of the row there that has the pictures of its prompt, None for a prompt
+            without any; empty where no row has pictures.
     """
 
     rollout_id: int
@@ -392,6 +394,7 @@ class StepManifest:
     trained_tokens: np.ndarray
     oldest_versions: np.ndarray
     row_ids: list[int] = dataclasses.field(default_factory=list)
+    picture_ids: list[int | None] = dataclasses.field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -429,6 +432,7 @@ class StepManifest:
             trained_tokens=self.trained_tokens[index],
             oldest_versions=self.oldest_versions[index],
             row_ids=[self.row_ids[i] for i in indices] if self.row_ids else [],
+            picture_ids=[self.picture_ids[i] for i in indices] if self.picture_ids else [],
         )
 
 

@@ -267,16 +267,12 @@ def _picture_problems(config: RunConfig) -> Problems:
     """What cannot go with ``--multimodal-keys``, whatever is started."""
     if not config.data.multimodal_keys or config.debug.debug_train_only:
         return []
-    found = []
-    if config.cluster.fully_async:
-        # TransferQueue would carry the pictures of a prompt once for each response.
-        found.append("--fully-async does not carry pictures yet: use --colocate or remove --multimodal-keys")
-    if config.debug.save_debug_rollout_data is not None:
-        found.append(
-            "--save-debug-rollout-data does not keep pictures, and rows without them cannot be trained on: remove it "
-            "or --multimodal-keys"
-        )
-    return found
+    if config.debug.save_debug_rollout_data is None:
+        return []
+    return [
+        "--save-debug-rollout-data does not keep pictures, and rows without them cannot be trained on: remove it or "
+        "--multimodal-keys"
+    ]
 
 
 def _idle(config: RunConfig, valued: Sequence[str], switches: Sequence[str]) -> list[str]:

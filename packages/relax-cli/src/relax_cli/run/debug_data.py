@@ -24,6 +24,9 @@ from relax_data.types import (
     TrainBatch,
 )
 
+_NO_COLUMNS = {"rollout_id", "names", "row_ids", "picture_ids"}
+"""Fields of a manifest that are not an array of all samples, or have nothing in a file's."""
+
 
 def path_for(template: str, rollout_id: int) -> Path:
     """The file of one rollout: ``{rollout_id}`` in ``template`` filled in, ``{rollout_id:04d}`` too."""
@@ -86,7 +89,7 @@ def read_manifest(path: Path, rollout_id: int) -> tuple[StepManifest, float]:
     for group in _read_groups(path):
         parts.append(StepManifest.of(TrainBatch.from_groups([group], rollout_id)))
         rewards += group.rewards
-    columns = [f.name for f in dataclasses.fields(StepManifest) if f.name not in ("rollout_id", "names", "row_ids")]
+    columns = [f.name for f in dataclasses.fields(StepManifest) if f.name not in _NO_COLUMNS]
     arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in columns}
     names = [name for part in parts for name in part.names]
     return StepManifest(rollout_id=rollout_id, names=names, **arrays), sum(rewards) / len(rewards)

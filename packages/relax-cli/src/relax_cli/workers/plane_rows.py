@@ -36,7 +36,8 @@ class RowsInPlane:
 
     def for_rank(self, rank: int, manifest: StepManifest) -> "FetchedRows":
         """Names the rows of this manifest for one rank."""
-        return FetchedRows(PlaneRows(joined_plane(), manifest.row_ids), manifest.rollout_id, rank)
+        rows = PlaneRows(joined_plane(), manifest.row_ids, manifest.picture_ids)
+        return FetchedRows(rows, manifest.rollout_id, rank)
 
 
 @dataclasses.dataclass

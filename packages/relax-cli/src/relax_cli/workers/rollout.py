@@ -190,7 +190,8 @@ class RolloutActor:
         manifest = None
         if groups and not self._config.debug.debug_rollout_only:
             batch = TrainBatch.from_groups(groups, rollout_id)
-            manifest = dataclasses.replace(StepManifest.of(batch), row_ids=result.row_ids)
+            manifest = StepManifest.of(batch)
+            manifest = dataclasses.replace(manifest, row_ids=result.row_ids, picture_ids=result.picture_ids)
             self._rows = None if result.row_ids else batch
         return RolloutOutput(len(groups), manifest, result.metrics, saving_s, result.histograms, result.usage)
 

@@ -4,6 +4,9 @@
 - ``log_probs`` float32 ``[response]``: natural log, as the engine returned them
 - ``versions`` int32 ``[response]``: policy version that sampled each token
 - ``mask`` uint8 ``[response]``: 1 where the token is trained on
+
+Pictures have rows of their own, one a prompt, since all responses to a prompt share them; their columns are
+:data:`relax_data.types.PICTURE_COLUMNS`.
 """
 
 import dataclasses
@@ -12,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from relax_data.plane.base import DataPlane
-from relax_data.types import NO_PICTURES, PICTURE_COLUMNS, ROW_COLUMNS, Sample
+from relax_data.types import NO_PICTURES, PICTURE_COLUMNS, ROW_COLUMNS, Prompt, Sample
 
 _STORED: dict[str, tuple[str, type[np.generic]]] = {
     "tokens": ("tokens", np.int64),
@@ -38,6 +41,12 @@ def sample_rows(samples: Iterable[Sample]) -> dict[str, list[np.ndarray]]:
     return columns
 
 
+def picture_row(prompt: Prompt) -> dict[str, np.ndarray] | None:
+    """Columns of the row with a prompt's pictures, or None when it has none."""
+    features = prompt.features
+    return {name: features[name] for name in PICTURE_COLUMNS} if PICTURE_COLUMNS[0] in features else None
+
+
 @dataclasses.dataclass(frozen=True)
 class PlaneRows:
     """The rows of a step's samples in a plane, as a :class:`relax_data.types.RowSource`.
@@ -45,13 +54,17 @@ class PlaneRows:
     Attributes:
         plane: that they were put into.
         ids: one a sample, in the order of the manifest.
+        picture_ids: likewise, of the rows with pictures; None for a sample without, and empty when all are.
     """
 
     plane: DataPlane
     ids: Sequence[int]
+    picture_ids: Sequence[int | None] = ()
 
     def fetch(self, indices: Sequence[int], columns: Sequence[str] = ROW_COLUMNS) -> dict[str, list[np.ndarray]]:
-        """The rows of the samples at ``indices``, in the types of :class:`relax_data.types.TrainBatch`; no pictures.
+        """The rows of the samples at ``indices``, in the types of :class:`relax_data.types.TrainBatch`.
+
+        The pictures of a prompt are fetched once, and all samples of it share the arrays.
 
         Raises:
             PlaneError: a row is not there.
@@ -62,4 +75,14 @@ class PlaneRows:
         stored = [name for name in columns if name in _STORED]
         found = self.plane.fetch([self.ids[i] for i in indices], [_STORED[name][0] for name in stored]).columns
         rows = {name: [row.astype(_STORED[name][1]) for row in found[_STORED[name][0]]] for name in stored}
-        return rows | {name: [NO_PICTURES[name]] * len(indices) for name in columns if name not in _STORED}
+        wanted = [name for name in columns if name not in _STORED]
+        return rows | (self._pictures(indices, wanted) if wanted else {})
+
+    def _pictures(self, indices: Sequence[int], columns: Sequence[str]) -> dict[str, list[np.ndarray]]:
+        of_samples = [self.picture_ids[i] if self.picture_ids else None for i in indices]
+        ids = list(dict.fromkeys(i for i in of_samples if i is not None))
+        found = self.plane.fetch(ids, columns).columns
+        place = {i: k for k, i in enumerate(ids)}
+        return {
+            name: [NO_PICTURES[name] if i is None else found[name][place[i]] for i in of_samples] for name in columns
+        }

@@ -181,6 +181,7 @@ class Producer:
         result = self._close(rollout, running, sorted(chosen, key=lambda g: g.prompt.prompt_id))
         if self._publisher is not None and result.groups:
             result.row_ids = await self._publisher.row_ids(result.groups)
+            result.picture_ids = self._publisher.picture_ids(result.groups)
             result.metrics |= self._publisher.metrics()
         return result
 

@@ -4,6 +4,8 @@
     row_ids(groups) a step takes these groups           -> what is left goes too; the ids for the manifest
     forget(ids)     the step is trained                 -> its rows are cleared
 
+The pictures of a prompt are one row, beside those of its responses.
+
 The plane is transport: the groups stay in the ledger until they are trained. So a checkpoint needs nothing of the
 plane, and after a resume the rows are put again. Puts run in threads, one at a time; generation goes on meanwhile.
 """
@@ -15,8 +17,8 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from relax_data.plane.base import DataPlane
-from relax_data.plane.rows import sample_rows
-from relax_data.types import SampleGroup
+from relax_data.plane.rows import picture_row, sample_rows
+from relax_data.types import PICTURE_COLUMNS, SampleGroup
 
 ROWS_AT_ONCE = 16
 """A put of fewer rows takes as long: TransferQueue needs 8 ms for any."""
@@ -38,6 +40,7 @@ class RowPublisher:
         self._plane = plane
         self._waiting: list[SampleGroup] = []
         self._ids: dict[int, list[int]] = {}
+        self._picture_ids: dict[int, int] = {}
         self._putting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -63,9 +66,19 @@ class RowPublisher:
         self.check()
         return list(itertools.chain.from_iterable(self._ids[g.prompt.prompt_id] for g in groups))
 
+    def picture_ids(self, groups: Sequence[SampleGroup]) -> list[int | None]:
+        """For each sample of these groups, whose rows are put, the id of the row with the pictures of its prompt.
+
+        None stands for a prompt without pictures; the list is empty when that are all.
+        """
+        found = [self._picture_ids.get(g.prompt.prompt_id) for g in groups for _ in g.samples]
+        return found if any(i is not None for i in found) else []
+
     def forget(self, prompt_ids: Iterable[int]) -> None:
         """Clears the rows of groups that were trained, in the background."""
-        ids = list(itertools.chain.from_iterable(self._ids.pop(i, []) for i in prompt_ids))
+        trained = list(prompt_ids)
+        ids = list(itertools.chain.from_iterable(self._ids.pop(i, []) for i in trained))
+        ids += [self._picture_ids.pop(i) for i in trained if i in self._picture_ids]
         if ids:
             self._begin(asyncio.to_thread(self._plane.clear, ids))
 
@@ -79,19 +92,27 @@ class RowPublisher:
                 groups, self._waiting = self._waiting, []
                 begin = time.perf_counter()
                 try:
-                    ids = iter(await asyncio.to_thread(self._put_rows, groups))
+                    rows, pictures = await asyncio.to_thread(self._put_rows, groups)
                 except Exception as error:
                     self._fail(error)  # at once: who waits for the lock would miss the ids of these groups
                     raise
                 self._put_s += time.perf_counter() - begin
+                ids = iter(rows)
+                self._picture_ids |= pictures
                 for group in groups:
                     self._ids[group.prompt.prompt_id] = list(itertools.islice(ids, len(group.samples)))
 
-    def _put_rows(self, groups: Sequence[SampleGroup]) -> list[int]:
-        return self._plane.put(sample_rows(s for g in groups for s in g.samples))
+    def _put_rows(self, groups: Sequence[SampleGroup]) -> tuple[list[int], dict[int, int]]:
+        """Ids of the rows of all samples, and by the prompt's id of those with pictures."""
+        rows = self._plane.put(sample_rows(s for g in groups for s in g.samples))
+        of_prompts = [(g.prompt.prompt_id, row) for g in groups if (row := picture_row(g.prompt)) is not None]
+        if not of_prompts:
+            return rows, {}
+        ids = self._plane.put({name: [row[name] for _, row in of_prompts] for name in PICTURE_COLUMNS})
+        return rows, {prompt_id: i for (prompt_id, _), i in zip(of_prompts, ids, strict=True)}
 
     def metrics(self) -> dict[str, float]:
-        """Seconds of the puts since the last call, and rows that the plane holds now."""
+        """Seconds of the puts since the last call, and rows of samples that the plane holds now."""
         seconds, self._put_s = self._put_s, 0.0
         return {"plane/put_s": seconds, "plane/rows": float(sum(map(len, self._ids.values())))}
 

@@ -58,6 +58,7 @@ class RolloutResult:
         histograms: see :func:`relax_rollout.loop.metrics.sample_histograms`.
         usage: what each engine did since the rollout before, by its name; empty where nobody asked.
         row_ids: of the rows of all samples in a plane, in order; empty where nobody put them into one.
+        picture_ids: likewise of the rows with their pictures; None for a sample without, empty when all are.
     """
 
     groups: list[SampleGroup]
@@ -66,6 +67,7 @@ class RolloutResult:
     histograms: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
     usage: dict[str, EngineTime] = dataclasses.field(default_factory=dict)
     row_ids: list[int] = dataclasses.field(default_factory=list)
+    picture_ids: list[int | None] = dataclasses.field(default_factory=list)
 
 
 class RolloutLoop:

@@ -156,7 +156,8 @@ def _train(settings: s.TrainSettings, data: list[TrainBatch]) -> Any:
         log_probs = trainer.log_probs(data[0])
         norms = [trainer.train(b, version=b.rollout_id)["train/grad_norm"] for b in data]
         after = {n: t.clone() for bucket in trainer.weight_buckets(1 << 20) for n, t in bucket.items()}
-        return before, log_probs, norms, after, trainer.parameter_count
+        pushed = [name for bucket in trainer.weight_buckets(1 << 20, frozen=False) for name in bucket.names]
+        return before, log_probs, norms, after, trainer.parameter_count, pushed
     finally:
         trainer.close()
 
@@ -167,7 +168,7 @@ def test_three_steps(case: str, run_ranks: Any, folder: Path, batches: list[Trai
     first, norms, expected = oracle(trained)
     stored = SafetensorsFolder(str(folder))
     settings = _settings(folder, trained, parallel, packing)
-    for before, log_probs, got_norms, after, count in run_ranks(_train, world, settings, batches):
+    for before, log_probs, got_norms, after, count, pushed in run_ranks(_train, world, settings, batches):
         assert set(before) == set(after) == set(stored.names())
         assert count == sum(t.numel() for t in before.values())
         assert all(torch.equal(t, stored.read(name)) for name, t in before.items()), "an export is bit for bit"
@@ -179,6 +180,7 @@ def test_three_steps(case: str, run_ranks: Any, folder: Path, batches: list[Trai
             assert difference < 5e-5, f"{name} differs by {difference}"
         moved = {name for name in after if not torch.equal(after[name], before[name])}
         assert any(name.startswith("visual.") for name in moved) is trained
+        assert set(pushed) == {name for name in after if trained or not name.startswith("visual.")}
 
 
 def _go_on(

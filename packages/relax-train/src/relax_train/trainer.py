@@ -34,6 +34,7 @@ from relax_train.checkpoint.save_load import load_checkpoint, save_checkpoint
 from relax_train.models.build import Model, build_model, check_same_architecture
 from relax_train.models.export import weight_buckets
 from relax_train.models.hf_mapping import load_hf_weights
+from relax_train.models.vision.shape import PREFIX
 from relax_train.observer import NullObserver, StepObserver
 from relax_train.rows import RankBatch, fetch_rows
 from relax_train.settings import TrainSettings
@@ -191,15 +192,21 @@ class Trainer:
 
     # ------------------------------------------------------------------ weights out
 
-    def weight_buckets(self, max_bytes: int) -> Iterator[Bucket]:
+    @property
+    def has_frozen_tower(self) -> bool:
+        """Whether the model has a vision tower that stays as it is."""
+        return self.model.shape.vision is not None and self._settings.model.freeze_vision_model
+
+    def weight_buckets(self, max_bytes: int, *, frozen: bool = True) -> Iterator[Bucket]:
         """The weights under their Hugging Face names, full tensors on every rank: see :mod:`relax_train.models.export`.
 
         Args:
             max_bytes: size of a bucket (``--update-weight-buffer-size``); a larger tensor comes alone.
+            frozen: also those of a vision tower that stays as it is; the same on every rank.
         """
         model = self._awake()
         self._begin_sleep()
-        return weight_buckets(model, max_bytes)
+        return weight_buckets(model, max_bytes, without=None if frozen or not self.has_frozen_tower else PREFIX)
 
     def save(
         self, directory: str, rollout_id: int, extra: dict[str, Any] | None = None, files: Path | None = None

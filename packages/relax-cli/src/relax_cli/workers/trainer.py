@@ -46,6 +46,10 @@ class TrainActor:
         self._rank, self._world_size, self._threads = rank, world_size, threads
         self._trainer: Trainer | None = None
         self._transport: WeightTransport | None = None
+        self._transport_name: str | None = None
+        self._engine_names: frozenset[str] = frozenset()
+        self._whole: frozenset[str] = frozenset()
+        """Engines whose processes have got the whole model, a frozen vision tower too."""
         self._host: HostMemory | None = None
 
     def place(self, one_node: bool) -> tuple[str, int]:
@@ -167,13 +171,15 @@ class TrainActor:
         placement = self._placement
         if self._transport is not None:
             self._transport.close()
+        self._engine_names, self._whole = frozenset(engine.name for engine in engines), frozenset()
+        self._transport_name = None if placement.shared else self._config.cluster.weight_sync or "group"
         self._transport = make_transport(
             engines,
             rank=self._rank,
             world_size=self._world_size,
             device=placement.device,
             gpus_per_engine=placement.gpus_per_engine,
-            name=None if placement.shared else self._config.cluster.weight_sync or "group",
+            name=self._transport_name,
             folder=self._config.run_dir / "weights",
         )
 
@@ -194,10 +200,19 @@ class TrainActor:
         return metrics
 
     def push_weights(self, version: int, engines: "Sequence[str] | None" = None) -> "PushReport":
-        """Sends the current weights to the engines of these names, or to all, as ``version``."""
-        buckets = self._ready.weight_buckets(self._config.train.model.update_weight_buffer_size)
+        """Sends the current weights to the engines of these names, or to all, as ``version``.
+
+        A frozen vision tower goes once to each process of an engine, where engines keep their weights: those that share
+        GPUs with the trainer sleep, and wake with nothing; and what comes as files is read as a whole model.
+        """
         assert self._transport is not None, "the engines are known before weights are sent"
-        return self._transport.push(buckets, version, engines)
+        names = self._engine_names if engines is None else frozenset(engines)
+        seen = self._transport_name == "group" and names <= self._whole
+        self._whole -= names  # until this push has ended well
+        size = self._config.train.model.update_weight_buffer_size
+        report = self._transport.push(self._ready.weight_buckets(size, frozen=not seen), version, engines)
+        self._whole |= names - report.failed.keys()
+        return report
 
     def save(self, directory: str, rollout_id: int, extra: dict[str, Any], files: Path | None) -> None:
         """Writes a checkpoint of the rollout, with the driver's state in ``extra``, and takes over ``files``."""
@@ -209,6 +224,7 @@ class TrainActor:
         Returns:
             its rollout id, the driver's state, and where it is; None when there is no checkpoint yet.
         """
+        self._whole = frozenset()
         return self._ready.load(directory)
 
     def save_hf(self, directory: str) -> None:

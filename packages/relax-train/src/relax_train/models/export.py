@@ -118,7 +118,7 @@ def _fill(group: list[_Item], flat: torch.Tensor, own: list[Entry], parallel: Pa
         dist.broadcast(flat, dist.get_global_rank(parallel.pp_group, group[0].stage), group=parallel.pp_group)
 
 
-def weight_buckets(model: Model, max_bytes: int) -> Iterator[Bucket]:
+def weight_buckets(model: Model, max_bytes: int, *, without: str | None = None) -> Iterator[Bucket]:
     """The full weights under their Hugging Face names; collective, and every rank gets all of them.
 
     A bucket lies on this rank's device, in the model's dtype; it is a copy, which the caller may keep. The order is the
@@ -127,12 +127,13 @@ def weight_buckets(model: Model, max_bytes: int) -> Iterator[Bucket]:
 
     Args:
         max_bytes: largest size of a bucket (``--update-weight-buffer-size``); a larger tensor comes alone.
+        without: leaves out the tensors whose names begin so; the same on every rank.
     """
     assert max_bytes > 0
     own = _own_entries(model)
     itemsize = own[0].param.element_size() if own else model.dtype.itemsize
     with DeviceContext():
-        items = _items(model, own)
+        items = [item for item in _items(model, own) if without is None or not item.name.startswith(without)]
     for group in _group_items(items, max(1, max_bytes // itemsize)):
         with DeviceContext(), torch.no_grad():
             total = sum(item.numel for item in group)

@@ -4,7 +4,8 @@
 
 The prompts are those of `examples/shapes`; the model has heads, patches and windows as the published ones, and is
 random, so nothing is learnt. After each push SGLang's log-probs of what it sampled must be those of the trainer, with
-the vision tower frozen and trained. Without a GPU a tiny model does it on CPU. Exits with 1 if a run fails.
+the vision tower frozen and trained, and with larger pictures: those SGLang makes smaller on the GPU, and the trainer's
+processor on CPU. Without a GPU a tiny model does it on CPU. Exits with 1 if a run fails.
 """
 
 import argparse
@@ -24,13 +25,21 @@ from cli.gpu_layouts_check import GPU, MEAN_LIMIT, report, train  # noqa: E402
 
 make_task: Any = importlib.import_module("make_task")
 
-RUNS: dict[str, list[str]] = {"frozen": [], "trained": ["--no-freeze-vision-model"]}
+RUNS: dict[str, list[str]] = {
+    "frozen": [],
+    "trained": ["--no-freeze-vision-model"],
+    "large": ["--prompt-data", "data/large.parquet"],
+}
+LARGE = 5 * make_task.SIDE
 
 
 def make_model(folder: Path) -> None:
     """Data, processor, and a random model of about 0.2 B parameters; the example's tiny one on CPU."""
     draw = random.Random(0)
-    make_task.save_rows(make_task.make_rows(draw, 256), folder / "data" / "train.parquet")
+    own = make_task.SIDE
+    for name, side in (("large", LARGE), ("train", own)):  # the processor is made for the last
+        make_task.SIDE = side
+        make_task.save_rows(make_task.make_rows(draw, 256), folder / "data" / f"{name}.parquet")
     processor = make_task.make_processor(folder / "model")
     torch.manual_seed(0)
     model = make_task.make_model(processor)
@@ -54,7 +63,8 @@ def run(name: str, folder: Path, rollouts: int) -> str:
     where = ["--colocate", "--actor-num-gpus-per-node", "1"] if GPU else []
     engine = ["--sglang-attention-backend", "triton", "--sglang-mem-fraction-static", "0.5"] if GPU else []
     options = [
-        *("--hf-checkpoint", "model", "--prompt-data", "data/train.parquet"),
+        *("--hf-checkpoint", "model"),
+        *(() if "--prompt-data" in RUNS[name] else ("--prompt-data", "data/train.parquet")),
         *("--label-key", "label", "--rm-type", "exact-match"),
         *("--multimodal-keys", '{"image": "images"}', "--apply-chat-template", "--mm-processor-pool-size", "2"),
         *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "64"),

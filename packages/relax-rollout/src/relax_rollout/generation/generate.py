@@ -168,6 +168,7 @@ class GenerationContext:
                 len(sample.tokens),
             )
         self.cut_at_pictures.add(sample.name)
+        self._seams.discard(id(sample))  # no request follows
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)

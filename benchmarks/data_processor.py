@@ -1,13 +1,21 @@
-"""A multimodal processor in threads and in processes, in one run.
+"""A multimodal processor in threads and in processes, in one run; and its share of a training step.
 
-    python benchmarks/data_processor.py --samples 200
+    python benchmarks/data_processor.py --samples 200 --steps 6
 
-JPEG files of ``--side`` pixels go through a CLIP processor (image part only, built here, nothing is downloaded). The
+JPEG files of ``--side`` pixels go through the image processor of Qwen2.5-VL (built here, nothing is downloaded). The
 start of the workers is not counted; it is told apart, because each process imports torch and transformers.
+
+With ``--steps`` two short runs of `examples/shapes` follow, on CPU, with threads and with processes. Their rows are
+read as they are needed (``--use-streaming-dataset``), so that the processor works in each step: otherwise all pictures
+are processed before the first one. The first step is left out, in which everything is slow.
 """
 
 import argparse
 import functools
+import json
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,11 +24,13 @@ from typing import Any
 import numpy as np
 from relax_data.multimodal.processor import ProcessorPool
 
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "shapes"
+
 
 def load() -> Any:
-    from transformers import CLIPImageProcessor
+    from transformers import Qwen2VLImageProcessor
 
-    return CLIPImageProcessor()
+    return Qwen2VLImageProcessor()
 
 
 def write_images(folder: Path, count: int, side: int) -> list[str]:
@@ -36,17 +46,42 @@ def write_images(folder: Path, count: int, side: int) -> list[str]:
     return paths
 
 
-def seconds(pool: ProcessorPool, paths: list[str]) -> float:
-    start = time.perf_counter()
+def seconds(pool: ProcessorPool, paths: list[str]) -> tuple[float, float]:
+    """Seconds that the pictures took: of the clock, and of this process's CPU time."""
+    start, cpu = time.perf_counter(), time.process_time()
     for future in [pool.submit(p, "", {"image": [p]}) for p in paths]:
         future.result()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - cpu
+
+
+def step_share(folder: Path, size: int, steps: int) -> tuple[float, float]:
+    """Seconds of a training step and of the processor in it, medians.
+
+    Args:
+        folder: with the task of the example.
+        size: of the pool of processes; 0 is threads.
+        steps: that are counted.
+    """
+    name = f"processes-{size}"
+    words = ["--config", str(EXAMPLE / "train.toml"), "--hf-checkpoint", str(folder / "model")]
+    words += ["--prompt-data", str(folder / "data" / "train.parquet"), "--use-streaming-dataset"]
+    words += ["--eval-prompt-data", "heldout", str(folder / "data" / "heldout.parquet"), "--eval-interval", "1000"]
+    words += ["--mm-processor-pool-size", str(size), "--num-rollout", str(steps + 1), "--tb-experiment-name", name]
+    command = [sys.executable, "-m", "relax_cli.main", "train", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"the run failed: {done.stdout[-1000:]}{done.stderr[-1000:]}")
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    rows = [m for m in map(json.loads, lines) if "time/step" in m][1:]
+    medians = [statistics.median(row[key] for row in rows) for key in ("time/step", "data/processor_s")]
+    return medians[0], medians[1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--side", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=0, help="of the two runs; 0: none")
     options = parser.parse_args()
     kinds = {
         "1 thread": {"threads": 1},
@@ -55,18 +90,29 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         paths = write_images(Path(folder), options.samples, options.side)
-        print("| workers | samples/s | against 1 thread | start s |")
-        print("|---|---|---|---|")
+        print("| workers | samples/s | against 1 thread | CPU s a sample, of this process | start s |")
+        print("|---|---|---|---|---|")
         base = None
         for name, arguments in kinds.items():
             start = time.perf_counter()
             with ProcessorPool(functools.partial(load), **arguments) as pool:
                 seconds(pool, paths[:8])
                 started = time.perf_counter() - start
-                taken = seconds(pool, paths)
+                taken, cpu = seconds(pool, paths)
             base = base or taken
             rate = options.samples / taken
-            print(f"| {name} | {rate:.1f} | {base / taken:.2f} | {started:.1f} |", flush=True)
+            mine = f"{cpu / options.samples:.3f}"
+            print(f"| {name} | {rate:.1f} | {base / taken:.2f} | {mine} | {started:.1f} |", flush=True)
+    if not options.steps:
+        return
+    with tempfile.TemporaryDirectory() as made:
+        task = Path(made)
+        subprocess.run([sys.executable, str(EXAMPLE / "make_task.py"), "--out", made], check=True, capture_output=True)
+        print("| --mm-processor-pool-size | processor, s a step | step, s | share |")
+        print("|---|---|---|---|")
+        for size in (0, 2):
+            step, processor = step_share(task, size, options.steps)
+            print(f"| {size} | {processor:.3f} | {step:.2f} | {processor / step:.1%} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli.test_e2e_loop import documented_metrics
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "shapes"
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -39,6 +40,7 @@ def test_a_run_learns_to_look_and_goes_on_with_other_sizes(relax: Callable[..., 
         lines = (tmp_path / "runs" / f"run{number}" / "metrics.jsonl").read_text().splitlines()
         metrics += [m for m in map(json.loads, lines) if "time/step" in m]
     assert [m["step"] for m in metrics] == list(range(LAST))
+    assert {m["data/processor_s"] for m in metrics} == {0.0}, "all pictures were read before the first step"
     # The engine's tower gets what was trained too, and the engine computes what the trainer does after every push.
     assert max(m["train/logprob_diff_max"] for m in metrics) < 1e-4
     rewards = [m["rollout/reward"] for m in metrics]
@@ -62,7 +64,16 @@ def test_a_run_learns_to_look_and_goes_on_with_other_sizes(relax: Callable[..., 
 def test_pictures_go_through_the_queue_of_the_fully_async_mode(relax: Callable[..., Any], tmp_path: Path) -> None:
     """Without staleness engine and trainer agree on every token, also after pushes; then it goes on with staleness."""
     make_task(tmp_path)
-    where = ["--fully-async", "--save", "checkpoints", "--load", "checkpoints", "--eval-interval", "100"]
+    where = [
+        "--fully-async",
+        "--use-streaming-dataset",
+        "--save",
+        "checkpoints",
+        "--load",
+        "checkpoints",
+        "--eval-interval",
+        "100",
+    ]
     sizes = ["--rollout-batch-size", "8", "--global-batch-size", "32", "--tensor-model-parallel-size", "2"]
     for number, staleness in ((3, "0"), (5, "1")):
         name = f"run{number}"
@@ -75,6 +86,8 @@ def test_pictures_go_through_the_queue_of_the_fully_async_mode(relax: Callable[.
         assert [m["step"] for m in steps] == list(range(number - len(steps), number))
         assert max(m["staleness/max"] for m in steps) <= int(staleness)
         assert min(m["plane/rows"] for m in steps) >= 8 * 8
+        assert max(m["data/processor_s"] for m in steps) > 0
+        assert {name for m in steps for name in m} <= documented_metrics() | {"step", "time", "histograms"}
         if staleness == "0":
             assert len(steps) == 3
             assert max(m["train/logprob_diff_max"] for m in steps) < 1e-4

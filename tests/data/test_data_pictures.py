@@ -224,6 +224,14 @@ def test_a_picture_that_changed_since_a_checkpoint_is_told(folder: Path, pool: P
         resume()
 
 
+def test_the_pool_says_how_long_rows_waited_for_it(folder: Path, pool: ProcessorPool) -> None:
+    pool.waited_s = 0.0
+    opened(folder, pool, [["?"]])
+    assert pool.waited_s == 0, "a row of text waits for nothing"
+    opened(folder, pool, [["<image>?", "a.png"]])
+    assert pool.waited_s > 0
+
+
 def test_responses_to_a_prompt_share_its_tensors(folder: Path, pool: ProcessorPool) -> None:
     groups = [SampleGroup.start(p, 2) for p in opened(folder, pool, [["<image>?", "a.png"], ["?"]]).next(2)]
     for sample in (s for g in groups for s in g.samples):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from relax_cli.config.run_config import RunConfig
 
+PROCESSOR_METRIC = "data/processor_s"
 SILENT_S = 1.0
 """An engine that does not say within this time which weights it has is told to the user as silent."""
 
@@ -90,6 +91,8 @@ class RolloutActor:
             media_tokens=self._media_tokens,
         )
         self._eval_prompts = self._open_eval_prompts()
+        if (seconds := self._processor_seconds().get(PROCESSOR_METRIC)) is not None:
+            logging.getLogger(__name__).info("the pictures of the prompts took the processor %.1f s", seconds)
         self._reward = build_reward(config.reward)
         self._engines = EnginePool()
         # Its functions of the user (filter, generation, collection) are imported here too.
@@ -187,6 +190,7 @@ class RolloutActor:
         if groups and save_to is not None:
             save_groups(groups, save_to)
         saving_s = time.perf_counter() - start
+        result.metrics |= self._processor_seconds()
         manifest = None
         if groups and not self._config.debug.debug_rollout_only:
             batch = TrainBatch.from_groups(groups, rollout_id)
@@ -301,6 +305,13 @@ class RolloutActor:
 
         folder = str(Path(self._config.train.model.hf_checkpoint).absolute())
         return ProcessorPool(folder, size=self._config.data.mm_processor_pool_size)
+
+    def _processor_seconds(self) -> dict[str, float]:
+        """Seconds for which rows waited for the processor of pictures since the last call; empty without one."""
+        if self._processor is None:
+            return {}
+        seconds, self._processor.waited_s = self._processor.waited_s, 0.0
+        return {PROCESSOR_METRIC: seconds}
 
     def _open_eval_prompts(self) -> dict[str, list[Prompt]]:
         from relax_data.prompts.open import open_prompts

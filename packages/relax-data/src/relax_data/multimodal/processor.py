@@ -59,9 +59,15 @@ class ProcessorPool:
             twice the number of workers.
         timeout: seconds that one sample may take in a process.
 
+    Attributes:
+        waited_s: seconds for which rows with pictures were held up until the processor was done with them; whoever
+            reads it may set it back to 0.
+
     Raises:
         DataError: the processor cannot be loaded.
     """
+
+    waited_s: float = 0.0
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from decimal import Decimal
@@ -140,6 +141,9 @@ class PromptBuilder:
         if self._processor is None:
             return {}
         pictured = {i: d for i, d in enumerate(drafts) if d is not None and d.multimodal}
+        if not pictured:
+            return {}
+        begin = time.perf_counter()
         futures = {i: self._processed(self._processor, d) for i, d in pictured.items()}
 
         def finish(i: int, source: str) -> Prompt | None:
@@ -155,6 +159,8 @@ class PromptBuilder:
             for future in futures.values():
                 future.cancel()
             raise
+        finally:
+            self._processor.waited_s += time.perf_counter() - begin
 
     def _processed(self, processor: ProcessorPool, prompt: Prompt) -> Future[Features]:
         key = (self._settings.multimodal_keys or {}).get("image")

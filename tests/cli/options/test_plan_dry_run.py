@@ -426,6 +426,28 @@ def test_a_gpu_that_is_too_small_is_an_error_of_a_start_and_a_note_of_a_plan(
     assert "--recompute-granularity full" in train
 
 
+def test_a_cache_for_the_longest_sample_is_asked_for_when_the_options_name_its_length(
+    workspace: Path, gpus: Callable[..., None]
+) -> None:
+    """8.0 GB of weights and 6.0 GB of keys and values do not fit into two fifths of 30 GB."""
+    gpus(8, memory=30e9)
+    words = ["--hf-checkpoint", "qwen3-4b", "--prompt-data", "prompts.jsonl", "--dry-run", *QWEN3_4B_8_GPUS.split()]
+    words[words.index("--sglang-mem-fraction-static") + 1] = "0.4"
+    words[words.index("--max-tokens-per-gpu") + 1] = "40000"
+
+    def told(*more: str) -> list[str]:
+        found = resolve([*words, *more], {})
+        assert not [note for note in found.notes if note.startswith("memory ")], "it is no error of a start"
+        return [w for w in found.warnings if w.startswith("memory while it generates")]
+
+    assert told() == [], "no sample may ever be as long as the model could hold"
+    (found,) = told("--rollout-max-context-len", "40000")
+    assert "and --sglang-mem-fraction-static 0.4 of a GPU of this machine has 12.0 GB: raise" in found
+    words[words.index("0.4")] = "0.2"
+    notes = [note for note in resolve(words, {}).notes if note.startswith("memory while it generates")]
+    assert len(notes) == 1, "the weights alone do not fit"
+
+
 def test_activations_without_any_limit_say_what_is_missing(
     workspace: Path, start: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

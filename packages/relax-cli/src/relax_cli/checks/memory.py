@@ -16,8 +16,8 @@ from relax_cli.config.run_config import RunConfig
 
 LARGEST_GPU = 288e9
 """Bytes of memory of the largest GPU that is sold (NVIDIA B300, AMD MI355X)."""
-ACTIVATIONS = "activations"
-"""The part of a moment that is estimated."""
+ACTIVATIONS, CACHE = "activations", "KV cache of one longest sample"
+"""Parts of a moment that are estimated, or that the length of a sample may keep smaller."""
 CPU_CACHE_TOKENS = 16384
 """Tokens of the KV cache of an engine on CPU (:data:`relax_rollout.engines.sglang.cpu.OPTIONS`)."""
 
@@ -68,7 +68,7 @@ class Moment:
     @property
     def certain(self) -> float:
         """Bytes of the parts that are no estimates."""
-        return sum(size for name, size in self.parts if name != ACTIVATIONS)
+        return sum(size for name, size in self.parts if name not in (ACTIVATIONS, CACHE))
 
     @property
     def over(self) -> float:
@@ -218,10 +218,11 @@ def _on_gpus(config: RunConfig, shape: ModelShape, placement: Placement) -> list
         one = shape.kv_cache_bytes(2 if bf16(config) else 4) * (context_lengths(config).sample or 0)
         parts = (
             ("the engine's weights", float(model)),
-            ("KV cache of one longest sample", one / placement.gpus_per_engine),
+            (CACHE, one / placement.gpus_per_engine),
         )
         fix = "raise --rollout-num-gpus-per-engine or the fraction, or lower --rollout-max-context-len"
-        found.append(Moment("while it generates, at least", parts, part, fix))
+        likely = config.rollout.rollout_max_context_len is not None
+        found.append(Moment("while it generates, at least", parts, part, fix, likely))
     return [*found, *_on_host(config, shape, placement, offloaded)]
 
 

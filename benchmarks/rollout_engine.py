@@ -29,7 +29,7 @@ from relax_data.settings import DataSettings
 from relax_data.weights import Bucket
 from relax_rollout.engines.base import GenerateRequest, SamplingParams
 from relax_rollout.engines.sglang.client import SGLangEngine
-from relax_rollout.engines.sglang.server import SGLangServer
+from relax_rollout.engines.sglang.server import SUPERVISOR, SGLangServer
 from relax_rollout.engines.sglang.settings import SGLangSettings
 from relax_rollout.engines.sglang.transport import bearer
 from relax_rollout.generation.seam import end_token_ids
@@ -142,10 +142,13 @@ if __name__ == "__main__":
     from sglang.srt.server_args import prepare_server_args
 
     engine = sglang.Engine(server_args=prepare_server_args(order["words"]))
+    rates = []
     for request in order["requests"]:
         begin = time.perf_counter()
         tokens = sum(len(answer["output_ids"]) for answer in engine.generate(**request))
-        print("tokens/s", tokens / (time.perf_counter() - begin), flush=True)
+        rates.append(tokens / (time.perf_counter() - begin))
+    with open(order["rates"], "w") as file:
+        json.dump(rates, file)
     engine.shutdown()
 """
 
@@ -156,19 +159,25 @@ def offline(server: SGLangServer, asked: list[list[list[int]]], options: argpars
     Raises:
         RuntimeError: it failed.
     """
-    order = {
-        "words": server.command()[3:],
-        "requests": [list_request(prompts, options.response_len) for prompts in asked],
-    }
     with tempfile.TemporaryDirectory() as folder:
-        script, told = Path(folder, "offline.py"), Path(folder, "order.json")
+        script, told, found, log = (Path(folder, name) for name in ("offline.py", "order.json", "rates.json", "log"))
         script.write_text(OFFLINE)
-        told.write_text(json.dumps(order))
-        command = [sys.executable, str(script), str(told)]
-        done = subprocess.run(command, env=server.environment(), capture_output=True, text=True, check=False)
-    rates = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("tokens/s ")]
-    if done.returncode or len(rates) < len(asked):
-        raise RuntimeError(f"SGLang's offline batch ended with {done.returncode}: {done.stderr[-2000:]}")
+        requests = [list_request(prompts, options.response_len) for prompts in asked]
+        told.write_text(json.dumps({"words": server.command()[3:], "requests": requests, "rates": str(found)}))
+        with log.open("w") as out:
+            # The supervisor removes what SGLang's processes leave in shared memory; it ends when its input does.
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(SUPERVISOR), sys.executable, str(script), str(told)],
+                env=server.environment(),
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+            )
+            with process:
+                process.wait()
+        if not found.exists():
+            raise RuntimeError(f"SGLang's offline batch ended with {process.returncode}: {log.read_text()[-2000:]}")
+        rates: list[float] = json.loads(found.read_text())
     return rates
 
 

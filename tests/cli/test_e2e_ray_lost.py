@@ -32,8 +32,9 @@ def listening(run: Any) -> list[Any]:
     return found
 
 
-def until_step(run: Any, count: int) -> None:
-    run.wait_for(lambda: len(run.steps()) >= count, f"step {count}")
+def until_steps(run: Any, count: int) -> None:
+    """Of this launch: the metrics have those of the launches before it too."""
+    run.wait_for(lambda: len(re.findall(r"\] step \d", run.output)) >= count, f"{count} steps")
 
 
 def test_raylet_and_gcs_are_killed_and_every_prompt_is_trained_once(
@@ -43,9 +44,9 @@ def test_raylet_and_gcs_are_killed_and_every_prompt_is_trained_once(
     options = {"save": checkpoints, "load": checkpoints, "save_interval": 1, "save_debug_rollout_data": data}
     before = sessions()
 
-    for victim, steps in (("raylet", 2), ("gcs_server", 4)):
+    for victim in ("raylet", "gcs_server"):
         run = relax("train", *task.flags(num_rollout=10**6, **options))
-        until_step(run, steps)
+        until_steps(run, 2)
         victim_process = child(run, victim)
         assert {c.laddr.ip for c in listening(run)} <= {"127.0.0.1", "::ffff:127.0.0.1"}, (
             "nothing of it can be reached from elsewhere"

@@ -363,7 +363,7 @@ class Run:
         engine = ScriptedEngine(life, self.draw)
         actor = RolloutActor.__new__(RolloutActor)  # without the model and the files that it opens
         actor._config = self.config  # type: ignore[assignment]
-        actor._profiler = actor._rows = None
+        actor._profiler = actor._rows = actor._processor = None
         actor._loop = RolloutLoop(
             self.settings,
             engines=[engine],  # type: ignore[list-item]

@@ -290,11 +290,11 @@ def parse() -> argparse.Namespace:
     """Reads the command line and fills in what follows from it."""
     parser = task_parser(__doc__)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--spread", type=float, default=1.5, help="standard deviation of their logarithm")
+    parser.add_argument("--spread", type=float, default=2.0, help="standard deviation of their logarithm")
     parser.add_argument("--cap-tokens", type=int, default=1000, help="longest response")
-    parser.add_argument("--depth", type=int, help="prompts that partial has open at once; default: 2.5 times the batch")
-    parser.add_argument("--restart-depth", type=int, help="prompts that restart has open; default: 2.5 times the batch")
-    parser.add_argument("--max-staleness", type=int, default=4)
+    parser.add_argument("--depth", type=int, help="prompts that partial has open at once; default: twice the batch")
+    parser.add_argument("--restart-depth", type=int, help="prompts that restart has open; default: twice the batch")
+    parser.add_argument("--max-staleness", type=int, default=6)
     parser.add_argument("--rollouts", type=int, default=95, help="that are counted")
     parser.add_argument("--warm-up", type=int, help="rollouts before them; default: the staleness + 1")
     parser.add_argument("--seed", type=int, default=1234)
@@ -304,7 +304,7 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if (arguments.model_dir or arguments.shape) and not arguments.no_eval:
         parser.error("a model other than that of the example is measured for speed alone: add --no-eval")
-    arguments.depth = arguments.depth or 5 * arguments.batch // 2
+    arguments.depth = arguments.depth or 2 * arguments.batch
     arguments.restart_depth = arguments.restart_depth or 2 * arguments.batch
     arguments.warm_up = arguments.max_staleness + 1 if arguments.warm_up is None else arguments.warm_up
     return arguments

@@ -31,7 +31,7 @@ def response_length(prompt_id: int, index: int, *, mean: float, spread: float) -
     return round(math.exp(math.log(mean) - spread**2 / 2 + spread * (of_prompt + of_sample) / math.sqrt(2)))
 
 
-def long_tailed(*, mean: float, spread: float = 1.5, answer_tokens: int = 8) -> "GenerateFunction":
+def long_tailed(*, mean: float, spread: float = 2.0, answer_tokens: int = 8) -> "GenerateFunction":
     """A generate function for responses of :func:`response_length`, of which the first tokens are the answer.
 
     ``--rollout-max-response-len`` caps the length; an evaluation that allows ``answer_tokens`` gets the answer alone.

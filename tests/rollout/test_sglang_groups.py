@@ -6,7 +6,6 @@ import dataclasses
 import multiprocessing
 import os
 import re
-import signal
 import socket
 import threading
 import weakref
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from push_ranks import BUCKET_BYTES, buckets_of, feed_and_stop, load, one_of_two
 from relax_data.weights import Bucket
 from relax_rollout.engines.base import EngineAddress, GenerateRequest, SamplingParams
 from relax_rollout.engines.sglang.client import SGLangEngine
@@ -31,41 +31,7 @@ from relax_rollout.weight_sync.transports import make_transport
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROMPT = [10, 11, 12, 13, 14]
-BUCKET_BYTES = 30_000
 DEADLINE_S = 60.0
-
-
-def load(folder: Path, seed: int | None = None) -> Any:
-    """The model, with other weights for each seed."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    if seed is not None:
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
-    return model
-
-
-def buckets_of(model: Any) -> Iterator[Bucket]:
-    """The model's tensors in buckets, of which some are larger than the limit and alone.
-
-    Each bucket begins with a tensor of 5 numbers that the engine does not know: what follows lies at an odd place.
-    """
-    tensors: list[tuple[str, torch.Tensor]] = []
-    number = 0
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight":
-            continue
-        if tensors and sum(t.nbytes for _, t in tensors) + tensor.nbytes > BUCKET_BYTES:
-            yield Bucket.of(tensors)
-            tensors = []
-        if not tensors and tensor.nbytes <= BUCKET_BYTES:
-            number += 1
-            tensors.append((f"odd{number}.weight", torch.full((1, 5), float(number))))
-        tensors.append((name, tensor))
-    yield Bucket.of(tensors)
 
 
 def tracked(buckets: Iterator[Bucket], alive: dict[int, int], peaks: list[int]) -> Iterator[Bucket]:
@@ -238,25 +204,10 @@ async def test_an_engine_that_was_started_again_gets_the_weights_by_itself(two: 
 # ---------------------------------------------------------------------- other processes
 
 
-def _feed_and_stop(folder: Path, addresses: tuple[EngineAddress, ...], at_bucket_two: Any) -> None:
-    model = load(folder, 8)
-    setup = TransportSetup(engines=addresses, rank=0, world_size=1, gpus_per_engine=1, connect=SGLangEngine.at)
-
-    def buckets() -> Iterator[Bucket]:
-        for number, bucket in enumerate(buckets_of(model), 1):
-            if number == 3:
-                at_bucket_two.set()
-                signal.pause()
-            yield bucket
-
-    GroupTransport(setup, OneRank(), [0, 0]).push(buckets(), 9)
-
-
 async def test_engines_refuse_after_the_feeder_was_killed_in_bucket_two(two: Two, tiny_model: Path) -> None:
-    # Forked: a spawned process would have to find this file by a module name.
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     at_bucket_two = context.Event()
-    feeder = context.Process(target=_feed_and_stop, args=(tiny_model, two.addresses, at_bucket_two))
+    feeder = context.Process(target=feed_and_stop, args=(tiny_model, two.addresses, at_bucket_two))
     feeder.start()
     assert await asyncio.to_thread(at_bucket_two.wait, 120)
     feeder.kill()
@@ -277,38 +228,13 @@ async def test_engines_refuse_after_the_feeder_was_killed_in_bucket_two(two: Two
     await asyncio.to_thread(transport.close)
 
 
-def _one_of_two(rank: int, port: int, folder: Path, addresses: tuple[EngineAddress, ...], queue: Any) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    transport = make_transport(addresses, rank=rank, world_size=2, device="cpu", gpus_per_engine=1, name="group")
-    assert isinstance(transport, GroupTransport)
-    failed = []
-    for version in (11, 12):
-        report = transport.push(buckets_of(load(folder, version)), version)
-        failed.append(dict(report.failed))
-        if version == 11:
-            dist.barrier()
-            if rank == 0:
-                queue.put("pushed")
-    gone = (*addresses, EngineAddress("engine2", "http://127.0.0.1:1"))
-    with_gone = make_transport(gone, rank=rank, world_size=2, device="cpu", gpus_per_engine=1, name="group")
-    report = with_gone.push(buckets_of(load(folder, 13)), 13)
-    failed.append(dict(report.failed))
-    feeds = transport.feeds
-    transport.close()
-    with_gone.close()
-    queue.put((rank, feeds, failed))
-    dist.destroy_process_group()
-
-
 async def test_each_of_two_ranks_feeds_an_engine_and_both_know_what_failed(two: Two, tiny_model: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    ranks = [context.Process(target=_one_of_two, args=(r, port, tiny_model, two.addresses, queue)) for r in range(2)]
+    ranks = [context.Process(target=one_of_two, args=(r, port, tiny_model, two.addresses, queue)) for r in range(2)]
     try:
         for process in ranks:
             process.start()

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 from engine_gate import KEY, underway
+from push_ranks import gather_and_agree
 from relax_data.weights import Bucket
 from relax_rollout.engines.base import GenerateRequest, IpcHandle, PauseMode, SamplingParams
 from relax_rollout.engines.sglang.client import SGLangEngine
@@ -24,7 +25,7 @@ from relax_rollout.engines.sglang.weights import update_body
 from relax_rollout.weight_sync import push
 from relax_rollout.weight_sync.base import PushReport, WeightPushFailed
 from relax_rollout.weight_sync.ipc import share
-from relax_rollout.weight_sync.ranks import OneRank, TorchRanks
+from relax_rollout.weight_sync.ranks import OneRank
 from relax_rollout.weight_sync.transports import make_transport
 from relax_rollout.weight_sync.value import SendValues
 from tiny_models import disturb
@@ -104,28 +105,15 @@ def test_memory_of_the_cpu_is_not_shared_by_handle() -> None:
         share(torch.zeros(2))
 
 
-def _rank(rank: int, port: int, queue: Any) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
-    # Tensor-parallel order 1, 0: not the order of the global ranks.
-    ranks = TorchRanks([[1, 0]])
-    gathered = ranks.gather(f"from {rank}")
-    error = ranks.agree("rank 2 is unwell" if rank == 2 else None)
-    queue.put((rank, ranks.posts, ranks.shares_gpu, gathered, error))
-    dist.destroy_process_group()
-
-
 def test_ranks_gather_in_tensor_parallel_order_and_share_errors() -> None:
     import socket
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # Forked: a spawned process would have to find this file by a module name.
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    processes = [context.Process(target=_rank, args=(r, port, queue)) for r in range(3)]
+    processes = [context.Process(target=gather_and_agree, args=(r, port, queue)) for r in range(3)]
     try:
         for p in processes:
             p.start()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from relax_cli.checks.plan import plan_text
-from relax_cli.cluster.placement import Placement
+from relax_cli.cluster.placement import Placement, gpu_memory
 from relax_cli.config.resolution import resolve
 from relax_cli.config.run_config import ConfigError
 from relax_cli.main import main
@@ -366,7 +366,7 @@ def test_what_is_in_a_gpu_together_is_added_up(
     assert buckets == 1.6, "twice the embedding, which is larger than --update-weight-buffer-size"
     assert total == pytest.approx(fixed + model + buckets, abs=0.2)
     model, cache, _ = gigabytes(row(text, "in all while it generates, at least"))
-    assert (model, cache) == (8.0, pytest.approx(147456 * 40954 / 1e9, abs=0.1))
+    assert (model, cache) == (8.0, pytest.approx(147456 * 9216 / 1e9, abs=0.1))
     # Weights and optimizer of eight ranks sleep in the memory of their node.
     (asleep,) = gigabytes(row(text, "in all on the host, 8 ranks a node"))
     n = facts(workspace, "qwen3-4b").parameters_per_rank(placement(tp=2, train_ranks=8))[0]
@@ -462,3 +462,36 @@ def test_activations_without_any_limit_say_what_is_missing(
     path.write_text(json.dumps(config))
     told = "not known: nothing limits the length of a sample: give --rollout-max-context-len"
     assert row(plan(start, capsys), "trainer: activations") == told
+
+
+def test_memory_is_that_of_the_gpus_that_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, GPU-aaa-1, 4096'\necho '1, GPU-bbb-2, 81559'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("relax_cli.cluster.placement.local_gpus", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_memory() == 4096 * 2**20, "the smallest"
+    for chosen in ("1", "GPU-bbb"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert gpu_memory() == 81559 * 2**20
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-of-another-tool")
+    assert gpu_memory() is None
+
+
+def test_weights_that_are_quantised_or_on_the_host_are_not_summed_up(
+    workspace: Path, gpus: Callable[..., None]
+) -> None:
+    gpus(8, memory=80e9)
+    words = ["--hf-checkpoint", "qwen3-30b-a3b", "--prompt-data", "prompts.jsonl", "--colocate", "--dry-run"]
+    words += ["--actor-num-gpus-per-node", "1", "--debug-rollout-only", "--rollout-max-context-len", "2048"]
+    words += ["--sglang-mem-fraction-static", "0.7"]
+
+    def refusals(*more: str) -> list[str]:
+        return [note for note in resolve([*words, *more], {}).notes if note.startswith("memory while it generates")]
+
+    assert refusals(), "61 GB are more than 0.7 of 80"
+    assert not refusals("--sglang-cpu-offload-gb", "40")
+    file = workspace / "qwen3-30b-a3b" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    assert not refusals()

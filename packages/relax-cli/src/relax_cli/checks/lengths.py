@@ -39,7 +39,7 @@ def context_lengths(config: RunConfig) -> ContextLengths:
     # SGLang also takes 32k and the like; such a value is left to it.
     by_hand = str(config.sglang.sglang_extra.get("context_length", ""))
     model = model_shape(read_hf_config(config.train.model.hf_checkpoint)).max_positions
-    holds = int(by_hand) if by_hand.isdigit() else model
+    holds = int(by_hand) if by_hand.isdecimal() else model
     engine = None
     sample = None if holds is None else holds - ENGINE_MARGIN
     if asked is not None:
@@ -73,7 +73,8 @@ def micro_batch_tokens(config: RunConfig) -> dict[str, int]:
     if not batch.use_dynamic_batch_size:
         return {}
     cp = max(1, parallel.context_parallel_size)
-    split = Split(cp_size=cp, sequence_size=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    tp = max(1, parallel.tensor_model_parallel_size)
+    split = Split(cp_size=cp, sequence_size=tp if parallel.sequence_parallel else 1)
     caps = {n: getattr(batch, n) for n in ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu")}
     # A micro-batch is padded to a multiple of what it is divided by, and so is each sample in it.
     step = split.total_multiple

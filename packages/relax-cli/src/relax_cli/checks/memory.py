@@ -5,12 +5,14 @@ CUDA's context, CUDA graphs, NCCL's channels, together a few GB.
 """
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 
 from relax_train.models.costs import CHUNK_BYTES, Activations, Recompute
 from relax_train.models.shape import ModelShape
 
-from relax_cli.checks.lengths import context_lengths, longest_sample
+from relax_cli.checks.lengths import longest_sample
 from relax_cli.cluster.placement import Placement, gpu_memory, machine_memory
 from relax_cli.config.run_config import RunConfig
 
@@ -157,8 +159,20 @@ def logits_bytes(config: RunConfig, shape: ModelShape, placement: Placement, tok
 
 
 def engine_weights(config: RunConfig, shape: ModelShape, placement: Placement) -> int:
-    """Bytes of the weights on one GPU of an engine."""
+    """Bytes of the weights on one GPU of an engine; 0 where that cannot be told: quantised, or in part on the host."""
+    extra = config.sglang.sglang_extra
+    if extra.get("cpu_offload_gb") or extra.get("quantization") or _quantised(config):
+        return 0
     return shape.parameters * (2 if bf16(config) else 4) // placement.gpus_per_engine
+
+
+def _quantised(config: RunConfig) -> bool:
+    """Whether the files of the model hold quantised weights, which serve for generation only."""
+    try:
+        text = Path(config.train.model.hf_checkpoint or "", "config.json").read_text(encoding="utf-8")
+        return bool(json.loads(text).get("quantization_config"))
+    except (OSError, ValueError, AttributeError):  # the checks of files say so
+        return False
 
 
 def moments(config: RunConfig, shape: ModelShape, placement: Placement) -> list[Moment]:
@@ -215,7 +229,7 @@ def _on_gpus(config: RunConfig, shape: ModelShape, placement: Placement) -> list
     if _generates(config):
         share = config.sglang.sglang_mem_fraction_static
         part = Room(room.size * share, f"--sglang-mem-fraction-static {share} of {room.owner}", room.known)
-        one = shape.kv_cache_bytes(2 if bf16(config) else 4) * (context_lengths(config).sample or 0)
+        one = shape.kv_cache_bytes(2 if bf16(config) else 4) * (longest_sample(config)[0] or 0)
         parts = (
             ("the engine's weights", float(model)),
             (CACHE, one / placement.gpus_per_engine),
@@ -257,7 +271,7 @@ def _on_cpu(config: RunConfig, shape: ModelShape, placement: Placement) -> list[
         parts.append(("logits", logits * ranks))
     if _generates(config):
         asked = str(config.sglang.sglang_extra.get("max_total_tokens", ""))
-        tokens = int(asked) if asked.isdigit() else CPU_CACHE_TOKENS
+        tokens = int(asked) if asked.isdecimal() else CPU_CACHE_TOKENS
         cache = shape.kv_cache_bytes(2 if bf16(config) else 4) * tokens
         parts.append(("the engine's weights", float(engines * engine_weights(config, shape, placement))))
         parts.append((f"KV cache of {tokens} tokens", float(engines * cache)))

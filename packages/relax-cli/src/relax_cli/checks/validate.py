@@ -137,7 +137,7 @@ def _model_problems(config: RunConfig) -> Problems:
             f"{shape.max_positions}: lower it"
         )
     by_hand = str(config.sglang.sglang_extra.get("context_length", ""))
-    if by_hand.isdigit() and shape.max_positions is not None and int(by_hand) > shape.max_positions:
+    if by_hand.isdecimal() and shape.max_positions is not None and int(by_hand) > shape.max_positions:
         found.append(
             f"--sglang-context-length {by_hand} is more than the model's max_position_embeddings "
             f"{shape.max_positions}: the trainer does not scale positions; lower it"
@@ -188,7 +188,7 @@ def _length_problems(config: RunConfig) -> Problems:
     if limit is not None and (prompt is None or limit < longest):
         longest, why = limit, f"--rollout-max-context-len {limit}"
     by_hand = str(config.sglang.sglang_extra.get("context_length", ""))
-    if by_hand.isdigit() and int(by_hand) < ENGINE_MARGIN + 2:
+    if by_hand.isdecimal() and int(by_hand) < ENGINE_MARGIN + 2:
         found.append(
             f"--sglang-context-length {by_hand} leaves no room for a prompt and a response of one token each: SGLang "
             f"keeps {ENGINE_MARGIN} of them for itself; raise it, or leave it out"

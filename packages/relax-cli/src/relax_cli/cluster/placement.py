@@ -149,15 +149,26 @@ def _driver_gpus() -> int:
 
 
 def gpu_memory() -> float | None:
-    """Bytes of memory of a GPU of this machine, the smallest; None where there is none, or its driver does not say."""
+    """Bytes of memory of a GPU that this process may use, the smallest; None where there is none or it cannot be told.
+
+    ``CUDA_VISIBLE_DEVICES`` names GPUs by number or by the beginning of their UUID.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None or local_gpus() == 0:
         return None
-    query = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    query = [tool, "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-        return min(float(line) for line in listed.split()) * 2**20
-    except (OSError, subprocess.SubprocessError, ValueError):
+        gpus = [[field.strip() for field in line.split(",")] for line in listed.splitlines() if line.strip()]
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if chosen is not None:
+            names = [name.strip() for name in chosen.split(",") if name.strip()]
+            found = [[gpu for gpu in gpus if gpu[0] == name or gpu[1].startswith(name)] for name in names]
+            if any(len(matches) != 1 for matches in found):
+                return None
+            gpus = [matches[0] for matches in found]
+        return min(float(size) for _, _, size in gpus) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
 
 

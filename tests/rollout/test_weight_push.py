@@ -327,6 +327,28 @@ def test_what_fails_on_one_rank_reaches_all(handles: Any, failing: int) -> None:
     assert [memory.flats for memory in memories] == [0, 0]
 
 
+def test_buckets_of_other_ranks_stay_while_the_engine_reads_after_the_poster_failed(handles: Any) -> None:
+    memories, failed, there = [Memory(), Memory()], threading.Event(), list[bool]()
+
+    class Slow(Holding):
+        async def load(self, bucket: Bucket, handles: Any = None) -> None:
+            await asyncio.to_thread(failed.wait, DEADLINE_S)
+            await asyncio.sleep(0.3)  # time for the other rank to let its bucket go, if it would
+            there.append(1 in memories[1].alive)
+
+    def buckets(rank: int) -> Iterator[Bucket]:
+        for number, bucket in enumerate(memories[rank].buckets(), 1):
+            if rank == 0 and number == 2:
+                failed.set()
+                raise OSError("the second bucket is lost")
+            yield dataclasses.replace(bucket, names=(str(number),))
+            del bucket
+
+    outcomes = push_from_two_ranks(Slow(), buckets, handles)
+    assert [type(outcome) for outcome in outcomes] == [WeightPushFailed] * 2
+    assert there == [True]
+
+
 async def test_the_body_is_what_its_length_says() -> None:
     """One that is longer or shorter than its header is an error of the HTTP library, or hangs the server."""
     from relax_rollout.engines.sglang.weights import UpdateBody

@@ -79,7 +79,15 @@ class Underway:
         """Waits for all, whatever becomes of them; the errors of those that nobody has waited for yet."""
         futures = [self._begin, *self._sends]
         self._sends.clear()
-        return [error for error in (future.exception() for future in futures) if error is not None]
+        errors: list[BaseException] = []
+        for future in futures:
+            try:
+                error = future.exception()
+            except concurrent.futures.CancelledError as cancelled:
+                error = cancelled
+            if error is not None:
+                errors.append(error)
+        return errors
 
     def cancel(self) -> None:
         """Ends all at once."""

@@ -199,9 +199,15 @@ class _Push:
         return bucket
 
     def _start_sending(self, bucket: Bucket | None, failure: Exception | None) -> None:
-        prepared = self._send.prepare(bucket, self._ranks)
-        if failure is not None:
-            raise failure
+        try:
+            prepared = self._send.prepare(bucket, self._ranks)
+            if failure is not None:
+                raise failure
+        except Exception:
+            # The others let their copies go as soon as they hear of it, and the engine may still read those.
+            for other in self.underway.rest():
+                let_go(other)
+            raise
         if bucket is None:
             self.underway.wait()
             return
@@ -225,7 +231,8 @@ async def _leave(engines: Sequence[Engine], version: WeightVersion, *, whole: bo
         if not whole:
             with contextlib.suppress(Exception):
                 await engine.end_update(version, whole=False)
-        await engine.close()
+        with contextlib.suppress(Exception):  # the push is over, well or badly
+            await engine.close()
 
     await _each(engines, leave)
 

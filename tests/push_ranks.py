@@ -5,6 +5,7 @@ a copy of it may crash in whatever they held at that moment.
 """
 
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from relax_rollout.weight_sync.base import TransportSetup
 from relax_rollout.weight_sync.group import GroupTransport
 from relax_rollout.weight_sync.ranks import OneRank, TorchRanks
 from relax_rollout.weight_sync.transports import make_transport
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 BUCKET_BYTES = 30_000
 
@@ -56,13 +58,15 @@ def buckets_of(model: Any) -> Iterator[Bucket]:
 
 def feed_and_stop(folder: Path, addresses: tuple[EngineAddress, ...], at_bucket_two: Any) -> None:
     """The only rank; it stops for good in bucket 2 of the push of version 9, and says so."""
+    # A progress bar of transformers makes a lock of several processes, which stays when this one is killed.
+    tqdm.set_lock(threading.RLock())
     model = load(folder, 8)
     setup = TransportSetup(engines=addresses, rank=0, world_size=1, gpus_per_engine=1, connect=SGLangEngine.at)
 
     def buckets() -> Iterator[Bucket]:
         for number, bucket in enumerate(buckets_of(model), 1):
             if number == 3:
-                at_bucket_two.set()
+                at_bucket_two.send(None)
                 signal.pause()
             yield bucket
 

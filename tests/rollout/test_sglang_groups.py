@@ -206,12 +206,13 @@ async def test_an_engine_that_was_started_again_gets_the_weights_by_itself(two: 
 
 async def test_engines_refuse_after_the_feeder_was_killed_in_bucket_two(two: Two, tiny_model: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    at_bucket_two = context.Event()
+    heard, at_bucket_two = context.Pipe(duplex=False)
     feeder = context.Process(target=feed_and_stop, args=(tiny_model, two.addresses, at_bucket_two))
-    feeder.start()
-    assert await asyncio.to_thread(at_bucket_two.wait, 120)
-    feeder.kill()
-    feeder.join()
+    with heard, at_bucket_two:
+        feeder.start()
+        assert await asyncio.to_thread(heard.poll, 120)
+        feeder.kill()
+        feeder.join()
     request = GenerateRequest(rid="a", input_ids=PROMPT, sampling=SamplingParams(max_new_tokens=2))
     for address in two.addresses:
         impatient = SGLangEngine(address.url, name=address.name, key=address.key, update_timeout_s=1.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from command_words import changed
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from relax_cli.checks.plan import plan_text
 from relax_cli.config.command_line import MOST_SUGGESTIONS
@@ -160,6 +160,7 @@ LINES = st.lists(
 
 
 @given(st.sampled_from([(".toml", " = "), (".yaml", ": ")]), LINES)
+@example((".yaml", ": "), [("actor_num_nodes", []), ("ref_load", [])])
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_odd_text_in_a_file_is_a_problem_or_makes_a_plan(
     workspace: Path, start: list[str], form: tuple[str, str], lines: list[tuple[str, list[str]]]

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,10 @@ def script_hint(path: Path, given: Mapping[str, Given]) -> list[str]:
 
 
 def _words(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else [v for v in value if isinstance(v, str)] if value else []
+    """The texts of a value, which may be anything: it is not known yet whether the option takes it."""
+    if isinstance(value, str):
+        return [value]
+    return [v for v in value if isinstance(v, str)] if isinstance(value, Sequence) else []
 
 
 def _is_missing(value: str, folder: Path) -> bool:

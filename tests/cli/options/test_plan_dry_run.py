@@ -495,3 +495,6 @@ def test_weights_that_are_quantised_or_on_the_host_are_not_summed_up(
     file = workspace / "qwen3-30b-a3b" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}}))
     assert not refusals()
+    text = plan_text(resolve(words, {}))
+    assert row(text, "engine: weights").startswith("not known: quantised, or in part on the host, of --sglang-mem")
+    assert "GB the engine's weights" not in text

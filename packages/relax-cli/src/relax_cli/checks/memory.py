@@ -5,12 +5,12 @@ CUDA's context, CUDA graphs, NCCL's channels, together a few GB.
 """
 
 import dataclasses
-import json
 import math
-from pathlib import Path
 
+from relax_rollout.engines.sglang import cpu
 from relax_train.models.costs import CHUNK_BYTES, Activations, Recompute
 from relax_train.models.shape import ModelShape
+from relax_train.settings.model import read_hf_config
 
 from relax_cli.checks.lengths import longest_sample
 from relax_cli.cluster.placement import Placement, gpu_memory, machine_memory
@@ -20,8 +20,6 @@ LARGEST_GPU = 288e9
 """Bytes of memory of the largest GPU that is sold (NVIDIA B300, AMD MI355X)."""
 ACTIVATIONS, CACHE = "activations", "KV cache of one longest sample"
 """Parts of a moment that are estimated, or that the length of a sample may keep smaller."""
-CPU_CACHE_TOKENS = 16384
-"""Tokens of the KV cache of an engine on CPU (:data:`relax_rollout.engines.sglang.cpu.OPTIONS`)."""
 
 LIBRARIES = {"run": 1.2e9, "rank": 0.6e9, "engine": 1.3e9}
 """Bytes of the imports on CPU: Ray with driver and rollout worker, a rank, an engine; measured, shared pages once."""
@@ -96,6 +94,11 @@ def bf16(config: RunConfig) -> bool:
     return config.placement is None or config.placement.device == "cuda" if chosen is None else chosen
 
 
+def weight_width(config: RunConfig) -> int:
+    """Bytes of a weight, and of a number in a KV cache."""
+    return 2 if bf16(config) else 4
+
+
 def device_room(config: RunConfig, placement: Placement) -> Room:
     """The memory of one GPU, or of this machine for a run on CPU."""
     if placement.device == "cpu":
@@ -118,7 +121,7 @@ def trainer_bytes(config: RunConfig, shape: ModelShape, placement: Placement) ->
 
 def activations(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[Activations, Recompute]:
     """Memory of a micro-batch on one rank, and what of it is computed again (``--recompute-granularity``)."""
-    parallel, width = config.train.parallel, 2 if bf16(config) else 4
+    parallel, width = config.train.parallel, weight_width(config)
     memory = Activations(shape=shape, sizes=placement, sequence_parallel=parallel.sequence_parallel, width=width)
     method, layers = parallel.recompute_method, parallel.recompute_num_layers or 0
     return memory, Recompute(method=method, layers=layers, modules=parallel.recomputed_modules)
@@ -155,24 +158,16 @@ def micro_batch(config: RunConfig) -> MicroBatch:
 
 def logits_bytes(config: RunConfig, shape: ModelShape, placement: Placement, tokens: int) -> int:
     """Bytes of the logits that are in memory at a time."""
-    return min(tokens * shape.vocab * (2 if bf16(config) else 4) // placement.tp, CHUNK_BYTES)
+    return min(tokens * shape.vocab * weight_width(config) // placement.tp, CHUNK_BYTES)
 
 
-def engine_weights(config: RunConfig, shape: ModelShape, placement: Placement) -> int:
-    """Bytes of the weights on one GPU of an engine; 0 where that cannot be told: quantised, or in part on the host."""
+def engine_weights(config: RunConfig, shape: ModelShape, placement: Placement) -> int | None:
+    """Bytes of the weights on one GPU of an engine; None where quantised ones, or some on the host, keep it unknown."""
     extra = config.sglang.sglang_extra
-    if extra.get("cpu_offload_gb") or extra.get("quantization") or _quantised(config):
-        return 0
-    return shape.parameters * (2 if bf16(config) else 4) // placement.gpus_per_engine
-
-
-def _quantised(config: RunConfig) -> bool:
-    """Whether the files of the model hold quantised weights, which serve for generation only."""
-    try:
-        text = Path(config.train.model.hf_checkpoint or "", "config.json").read_text(encoding="utf-8")
-        return bool(json.loads(text).get("quantization_config"))
-    except (OSError, ValueError, AttributeError):  # the checks of files say so
-        return False
+    quantised = extra.get("quantization") or read_hf_config(config.train.model.hf_checkpoint).get("quantization_config")
+    if quantised or extra.get("cpu_offload_gb"):
+        return None
+    return shape.parameters * weight_width(config) // placement.gpus_per_engine
 
 
 def moments(config: RunConfig, shape: ModelShape, placement: Placement) -> list[Moment]:
@@ -200,7 +195,7 @@ def _working(config: RunConfig, shape: ModelShape, placement: Placement) -> tupl
 
 def _buckets(config: RunConfig, shape: ModelShape) -> int:
     """Bytes of two buckets of a push, of which each has at least one whole tensor."""
-    width = 2 if bf16(config) else 4
+    width = weight_width(config)
     weights = [shape.embedding_weight, *(weight for kind in set(shape.kinds) for weight in shape.weights[kind])]
     largest = max(math.prod(shape.size(t.dims)) for weight in weights for t in weight.tensors) * width
     return 2 * min(max(largest, config.train.model.update_weight_buffer_size), shape.parameters * width)
@@ -209,7 +204,7 @@ def _buckets(config: RunConfig, shape: ModelShape) -> int:
 def _on_gpus(config: RunConfig, shape: ModelShape, placement: Placement) -> list[Moment]:
     room, found = device_room(config, placement), []
     trainer, offloaded = trainer_bytes(config, shape, placement)
-    model, buckets = engine_weights(config, shape, placement), _buckets(config, shape)
+    model, buckets = engine_weights(config, shape, placement) or 0, _buckets(config, shape)
     held = ("weights, gradients, optimizer", float(trainer))
     smaller = "raise the parallel sizes or add --optimizer-cpu-offload"
     if _trains(config):
@@ -229,7 +224,7 @@ def _on_gpus(config: RunConfig, shape: ModelShape, placement: Placement) -> list
     if _generates(config):
         share = config.sglang.sglang_mem_fraction_static
         part = Room(room.size * share, f"--sglang-mem-fraction-static {share} of {room.owner}", room.known)
-        one = shape.kv_cache_bytes(2 if bf16(config) else 4) * (longest_sample(config)[0] or 0)
+        one = shape.kv_cache_bytes(weight_width(config)) * (longest_sample(config)[0] or 0)
         parts = (
             ("the engine's weights", float(model)),
             (CACHE, one / placement.gpus_per_engine),
@@ -250,7 +245,7 @@ def _on_host(config: RunConfig, shape: ModelShape, placement: Placement, offload
         asleep = shape.sleeping_bytes(placement, bf16=bf16(config), offload=parallel.optimizer_cpu_offload)
         parts.append(("what sleeps while engines generate", float(asleep * ranks)))
     if config.train.algorithm.needs_reference:
-        own = sum(shape.parameters_per_rank(placement)) * (2 if bf16(config) else 4)
+        own = sum(shape.parameters_per_rank(placement)) * weight_width(config)
         parts.append(("reference model", float(own * ranks)))
     here = config.cluster.ray_address is None and gpu_memory() is not None
     room = Room(machine_memory(), "this machine", known=True) if here else Room(math.inf, "a node", known=False)
@@ -271,9 +266,9 @@ def _on_cpu(config: RunConfig, shape: ModelShape, placement: Placement) -> list[
         parts.append(("logits", logits * ranks))
     if _generates(config):
         asked = str(config.sglang.sglang_extra.get("max_total_tokens", ""))
-        tokens = int(asked) if asked.isdecimal() else CPU_CACHE_TOKENS
-        cache = shape.kv_cache_bytes(2 if bf16(config) else 4) * tokens
-        parts.append(("the engine's weights", float(engines * engine_weights(config, shape, placement))))
+        tokens = int(asked) if asked.isdecimal() else cpu.OPTIONS["max-total-tokens"]
+        cache = shape.kv_cache_bytes(weight_width(config)) * tokens
+        parts.append(("the engine's weights", float(engines * (engine_weights(config, shape, placement) or 0))))
         parts.append((f"KV cache of {tokens} tokens", float(engines * cache)))
     if _trains(config) and _generates(config):
         parts.append(("two buckets", float(_buckets(config, shape))))

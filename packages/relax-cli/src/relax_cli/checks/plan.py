@@ -26,6 +26,7 @@ from relax_cli.checks.memory import (
     moments,
     shown,
     trainer_bytes,
+    weight_width,
 )
 from relax_cli.checks.staleness_checks import most_open
 from relax_cli.cluster.placement import Placement
@@ -341,11 +342,12 @@ def _activation_memory(config: RunConfig, shape: ModelShape, placement: Placemen
 
 
 def _engine_memory(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows:
-    token = shape.kv_cache_bytes(2 if bf16(config) else 4)
+    token = shape.kv_cache_bytes(weight_width(config))
+    weights = engine_weights(config, shape, placement)
     share = f", of --sglang-mem-fraction-static {config.sglang.sglang_mem_fraction_static} of the GPU"
-    weights = shown(engine_weights(config, shape, placement))
+    size = "not known: quantised, or in part on the host" if weights is None else shown(weights)
     return [
-        ("engine: weights", weights + (share if placement.device == "cuda" else "")),
+        ("engine: weights", size + (share if placement.device == "cuda" else "")),
         ("engine: KV cache", f"{token / 1e3:.1f} kB a token of a sequence"),
     ]
 

@@ -5,7 +5,7 @@ from relax_train.models.shape import ModelShape
 from relax_train.settings.model import read_hf_config
 
 from relax_cli.checks.lengths import context_lengths
-from relax_cli.checks.memory import Moment, activations, bf16, device_room, moments
+from relax_cli.checks.memory import Moment, activations, device_room, moments, weight_width
 from relax_cli.cluster.placement import Placement
 from relax_cli.config.run_config import RunConfig
 
@@ -53,7 +53,7 @@ def _cache(config: RunConfig, shape: ModelShape, placement: Placement) -> list[s
     longest = context_lengths(config).sample
     if longest is None:
         return []
-    size = shape.kv_cache_bytes(2 if bf16(config) else 4) * longest / placement.gpus_per_engine
+    size = shape.kv_cache_bytes(weight_width(config)) * longest / placement.gpus_per_engine
     room = device_room(config, placement)
     if size <= room.size:
         return []

@@ -1,6 +1,7 @@
 """The processes of a run and their GPUs: the arithmetic of GPUs and ranks, without torch."""
 
 import dataclasses
+import functools
 import math
 import os
 import shutil
@@ -127,11 +128,16 @@ def make_placement(
 
 def local_gpus(environ: Mapping[str, str] = os.environ) -> int:
     """GPUs of this machine that this process may use; asks the driver, not torch."""
+    names = _visible_gpus(environ)
+    if names is None:
+        return _driver_gpus()
+    return 0 if names[:1] == ["-1"] else min(len(names), _driver_gpus())
+
+
+def _visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
+    """The GPUs of ``CUDA_VISIBLE_DEVICES``, by number or by the beginning of their UUID; None: all are visible."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        names = [name.strip() for name in visible.split(",") if name.strip()]
-        return 0 if names[:1] == ["-1"] else min(len(names), _driver_gpus())
-    return _driver_gpus()
+    return None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
 
 
 def _driver_gpus() -> int:
@@ -149,27 +155,29 @@ def _driver_gpus() -> int:
 
 
 def gpu_memory() -> float | None:
-    """Bytes of memory of a GPU that this process may use, the smallest; None where there is none or it cannot be told.
-
-    ``CUDA_VISIBLE_DEVICES`` names GPUs by number or by the beginning of their UUID.
-    """
+    """Bytes of memory of the smallest GPU that this process may use; None where there is none or it cannot be told."""
     tool = shutil.which("nvidia-smi")
     if tool is None or local_gpus() == 0:
         return None
+    gpus, names = _listed_gpus(tool), _visible_gpus(os.environ)
+    if names is not None:
+        found = [[gpu for gpu in gpus if gpu[0] == name or gpu[1].startswith(name)] for name in names]
+        if any(len(matches) != 1 for matches in found):
+            return None
+        gpus = tuple(matches[0] for matches in found)
+    return min((size for _, _, size in gpus), default=None)
+
+
+@functools.cache  # the tool may take a second, and a start asks several times
+def _listed_gpus(tool: str) -> tuple[tuple[str, str, float], ...]:
+    """Number, UUID and bytes of each GPU of this machine; none where its driver does not say."""
     query = [tool, "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-        gpus = [[field.strip() for field in line.split(",")] for line in listed.splitlines() if line.strip()]
-        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if chosen is not None:
-            names = [name.strip() for name in chosen.split(",") if name.strip()]
-            found = [[gpu for gpu in gpus if gpu[0] == name or gpu[1].startswith(name)] for name in names]
-            if any(len(matches) != 1 for matches in found):
-                return None
-            gpus = [matches[0] for matches in found]
-        return min(float(size) for _, _, size in gpus) * 2**20
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None
+        rows = [[field.strip() for field in line.split(",")] for line in listed.splitlines() if line.strip()]
+        return tuple((index, uuid, float(mib) * 2**20) for index, uuid, mib in rows)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return ()
 
 
 def machine_memory() -> float:

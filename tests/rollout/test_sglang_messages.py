@@ -1,10 +1,11 @@
 """Reading SGLang's answers: tokens, log-probabilities and versions cannot drift apart."""
 
+import re
 from typing import Any
 
 import pytest
 from relax_rollout.engines.base import GenerateRequest, SamplingParams
-from relax_rollout.engines.sglang.messages import ResponseBuilder, generate_body, read_answer
+from relax_rollout.engines.sglang.messages import ResponseBuilder, generate_body, raise_error_event, read_answer
 from relax_rollout.engines.sglang.weight_status import WeightsIncomplete, WeightStatus
 
 
@@ -118,3 +119,13 @@ def test_only_whole_weights_have_a_version() -> None:
         WeightStatus.parse("broken:8").require_whole("engine0")
     with pytest.raises(ValueError, match="no version of ours"):
         WeightStatus.parse("v1.0")
+
+
+def test_an_event_that_says_why_a_call_failed_is_the_error_that_its_answer_would_be() -> None:
+    raise_error_event({"text": "a"}, "engine0")
+    with pytest.raises(ValueError, match=re.escape("engine0 refused a request (400): too long")):
+        raise_error_event({"error": {"message": "too long"}}, "engine0")
+    with pytest.raises(RuntimeError, match=re.escape("engine0 refused a request (503): no room")):
+        raise_error_event({"error": {"message": "no room", "code": 503}}, "engine0")
+    with pytest.raises(RuntimeError, match=re.escape('engine0 refused a request (500): {"error": {"code": 500}}')):
+        raise_error_event({"error": {"code": 500}}, "engine0")

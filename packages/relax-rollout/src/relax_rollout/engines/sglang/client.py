@@ -5,7 +5,6 @@ It needs the server's address only, so it works in any process that reaches it.
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,13 @@ from relax_rollout.engines.base import (
     updating,
 )
 from relax_rollout.engines.sglang.inflight import InflightRequest, InflightRequests
-from relax_rollout.engines.sglang.messages import ResponseBuilder, generate_body, raise_refusal, read_answer
+from relax_rollout.engines.sglang.messages import (
+    ResponseBuilder,
+    generate_body,
+    raise_error_event,
+    raise_refusal,
+    read_answer,
+)
 from relax_rollout.engines.sglang.transport import Transport
 from relax_rollout.engines.sglang.waves import WaveRefused, Waves
 from relax_rollout.engines.sglang.weight_status import WeightsIncomplete, WeightStatus
@@ -192,8 +197,7 @@ class SGLangEngine:
             if answer.status != 200:
                 read_answer(answer.status, await answer.read(), self._name)
             async for chunk in answer.events():
-                if "error" in chunk:
-                    read_answer(int(chunk["error"].get("code", 400)), json.dumps(chunk).encode(), self._name)
+                raise_error_event(chunk, self._name)
                 builder.add(chunk)
                 raise_refusal(chunk["meta_info"].get("finish_reason") or {}, self._name)
 

@@ -168,6 +168,12 @@ def raise_refusal(finish_reason: Mapping[str, Any], engine: str) -> None:
         raise _refusal(int(status), str(finish_reason.get("message")), engine)
 
 
+def raise_error_event(event: Mapping[str, Any], engine: str) -> None:
+    """Raises what :func:`read_answer` would, when an event of a stream says that the whole call failed."""
+    if (error := event.get("error")) is not None:
+        raise _refusal(int(error.get("code", 400)), error.get("message") or json.dumps(event)[:500], engine)
+
+
 def _refusal(status: int, message: str, engine: str) -> ValueError | RuntimeError:
     text = f"{engine} refused a request ({status}): {message}"
     return ValueError(text) if status in (400, 422) else RuntimeError(text)

@@ -7,12 +7,12 @@ it is finished, so that the first finished is the first to return, as with calls
 """
 
 import asyncio
+import contextlib
 import dataclasses
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from relax_rollout.engines.sglang.messages import list_body, raise_refusal, read_answer
+from relax_rollout.engines.sglang.messages import list_body, raise_error_event, raise_refusal, read_answer
 from relax_rollout.engines.sglang.transport import Transport
 
 MOST_TOGETHER = 512
@@ -123,24 +123,20 @@ class Waves:
         body, running = list_body([asked.body for asked in wave]), len(wave)
         async with self._transport.stream("/generate", body, timeout_s=self._timeout_s) as answer:
             if answer.status != 200:
-                self._refused(answer.status, await answer.read())
+                content = await answer.read()  # an engine that dies at this moment refuses nothing
+                with _refusing():
+                    read_answer(answer.status, content, self._transport.name)
             for asked in wave:
                 # An abort that overtook the call was lost at the server, which would generate for nobody.
                 if asked.answer.cancelled():
                     self._abandon(asked.body["rid"])
             async for piece in answer.events():
-                if "error" in piece:
-                    self._refused(int(piece["error"].get("code", 400)), json.dumps(piece).encode())
+                with _refusing():
+                    raise_error_event(piece, self._transport.name)
                 running -= self._take(wave[piece["index"]], piece)
                 if not running:
                     return
         raise RuntimeError(f"{self._transport.name} ended the answer to {len(wave)} requests before it was whole")
-
-    def _refused(self, status: int, content: bytes) -> None:
-        try:
-            read_answer(status, content, self._transport.name)
-        except (ValueError, RuntimeError) as error:
-            raise WaveRefused(str(error)) from error
 
     def _take(self, asked: _Asked, piece: Mapping[str, Any]) -> bool:
         """Notes a piece; True when it was the last of its request."""
@@ -154,6 +150,15 @@ class Waves:
             else:
                 asked.answer.set_result(asked.pieces)
         return reason is not None
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Turns a refusal into that of a whole call."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise WaveRefused(str(error)) from error
 
 
 def _cut(waiting: Sequence[_Asked]) -> list[list[_Asked]]:

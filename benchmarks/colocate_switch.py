@@ -13,7 +13,6 @@ that the script runs.
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -25,35 +24,9 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from random_qwen3 import config_folder
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "4b": dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32),
-    "0.6b": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16),
-    "tiny": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4),
-}
-
-
-def config_folder(base: Path, shape: str) -> Path:
-    """A folder with the configuration of a Qwen3; the weights are drawn here."""
-    tiny = shape == "tiny"
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 512 if tiny else 151_936,
-        "num_key_value_heads": 2 if tiny else 8,
-        "head_dim": 16 if tiny else 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 40_960,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-        **SHAPES[shape],
-    }
-    folder = base / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+SWITCHED = ("tiny", "0.6b", "4b")
 
 
 class Run:
@@ -241,14 +214,14 @@ def deferred_traces(run: Run, base: Path) -> None:
 def main() -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="4b")
+    parser.add_argument("--shape", choices=SWITCHED, default="4b")
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--stay", type=float, nargs="+", default=[0.0, 0.5, 1.0], help="shares that stay on the GPU")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29877")
     with tempfile.TemporaryDirectory() as base:
-        run = Run(config_folder(Path(base), args.shape), args.tokens)
+        run = Run(config_folder(Path(base) / "model", args.shape, dtype="bfloat16", positions=40_960), args.tokens)
         print(f"host memory: asked for in {run.begun:.3f} s", flush=True)
         for number in range(3):
             run.step(number)

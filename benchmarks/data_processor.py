@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from partial_rollout import train
 from relax_data.multimodal.processor import ProcessorPool
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "shapes"
@@ -66,11 +67,8 @@ def step_share(folder: Path, size: int, steps: int) -> tuple[float, float]:
     words = ["--config", str(EXAMPLE / "train.toml"), "--hf-checkpoint", str(folder / "model")]
     words += ["--prompt-data", str(folder / "data" / "train.parquet"), "--use-streaming-dataset"]
     words += ["--eval-prompt-data", "heldout", str(folder / "data" / "heldout.parquet"), "--eval-interval", "1000"]
-    words += ["--mm-processor-pool-size", str(size), "--num-rollout", str(steps + 1), "--tb-experiment-name", name]
-    command = [sys.executable, "-m", "relax_cli.main", "train", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"the run failed: {done.stdout[-1000:]}{done.stderr[-1000:]}")
+    words += ["--mm-processor-pool-size", str(size), "--num-rollout", str(steps + 1)]
+    train(words, name, folder)
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     rows = [m for m in map(json.loads, lines) if "time/step" in m][1:]
     medians = [statistics.median(row[key] for row in rows) for key in ("time/step", "data/processor_s")]
@@ -108,10 +106,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         task = Path(made)
         subprocess.run([sys.executable, str(EXAMPLE / "make_task.py"), "--out", made], check=True, capture_output=True)
+        shares = {size: step_share(task, size, options.steps) for size in (0, 2)}
         print("| --mm-processor-pool-size | processor, s a step | step, s | share |")
         print("|---|---|---|---|")
-        for size in (0, 2):
-            step, processor = step_share(task, size, options.steps)
+        for size, (step, processor) in shares.items():
             print(f"| {size} | {processor:.3f} | {step:.2f} | {processor / step:.1%} |", flush=True)
 
 

@@ -14,7 +14,6 @@ Then it times what a call costs that brings next to nothing, and one that brings
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import tempfile
@@ -26,6 +25,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from random_qwen3 import SHAPES, config_folder
 from relax_data.weights import Bucket
 from relax_rollout.engines.base import updating
 from relax_rollout.engines.sglang.client import SGLangEngine
@@ -38,41 +38,6 @@ from relax_rollout.weight_sync.transports import make_transport
 WAYS = {"cpu": ("value", "group", "disk"), "cuda": ("ipc",)}
 PARTS = ("begin", "make", "send", "end")
 CALLS = 10
-Shape = dict[str, Any]
-SHAPES: dict[str, Shape] = {
-    "tiny": dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4),
-    "60m": dict(
-        vocab_size=46_000, hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=4
-    ),
-    "0.6b": dict(
-        vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16
-    ),
-    "4b": dict(
-        vocab_size=151_936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32
-    ),
-}
-
-
-def config_folder(folder: Path, shape: str, dtype: str) -> Path:
-    """The configuration of a Qwen3."""
-    large = shape in ("0.6b", "4b")
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "num_key_value_heads": 8 if large else 2,
-        "head_dim": 128 if large else 64,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "torch_dtype": dtype,
-        **SHAPES[shape],
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
 
 Make = Callable[[int], Iterator[Bucket]]
 """Buckets of at most so many bytes."""
@@ -227,7 +192,7 @@ def main() -> None:
     args.bucket_mib = args.bucket_mib or ([512, 2048] if cuda else [32])
     dtype = "bfloat16" if cuda else "float32"
     with tempfile.TemporaryDirectory(prefix="relax-benchmark-") as place:
-        folder = config_folder(Path(place) / "model", args.shape, dtype)
+        folder = config_folder(Path(place) / "model", args.shape, dtype=dtype, positions=8192)
         make = trainer_model(folder) if args.trainer else plain_model(folder, args.device, dtype)
         server = SGLangServer(
             SGLangSettings(sglang_mem_fraction_static=args.mem_fraction),

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from relax_cli.checks.lengths import ContextLengths, context_lengths
+from relax_cli.checks.lengths import ContextLengths, context_lengths, decode_graphs
 from relax_cli.checks.plan import plan_text
 from relax_cli.config.resolution import resolve
 from relax_cli.config.run_config import ConfigError
@@ -57,3 +57,25 @@ def test_the_engine_is_not_given_more_positions_than_the_model_has(workspace: Pa
     with pytest.raises(ConfigError, match="--sglang-context-length 4096 is more than the model's") as refused:
         resolve([*START, "--label-key", "label", "--sglang-context-length", "4096"], {})
     assert len(refused.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("samples", "gpus", "words", "graphs"),
+    [
+        (8, 1, (), None),  # 32 prompts x 8 responses: what SGLang has graphs for by itself
+        (10, 1, (), 320),
+        (16, 2, (), None),  # of two engines
+        (64, 1, (), 512),  # --sglang-server-concurrency
+        (64, 1, ("--sglang-server-concurrency", "1000"), 1000),
+        (16, 1, ("--sglang-max-running-requests", "300"), 300),
+        (16, 1, ("--sglang-cuda-graph-max-bs-decode", "8"), None),
+        (16, 1, ("--sglang-cuda-graph-backend-decode", "disabled"), None),
+        (8, 1, ("--rollout-function-path", "json:dumps"), 512),
+    ],
+)
+def test_an_engine_has_graphs_for_all_that_it_generates_at_once(
+    workspace: Path, samples: int, gpus: int, words: tuple[str, ...], graphs: int | None
+) -> None:
+    given = ["--label-key", "label", "--dry-run", "--actor-num-gpus-per-node", f"{gpus}"]
+    config = resolve([*START, *given, "--n-samples-per-prompt", f"{samples}", *words], {})
+    assert decode_graphs(config) == graphs

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from relax_cli.checks.lengths import context_lengths
+from relax_cli.checks.lengths import context_lengths, decode_graphs
 from relax_cli.workers.process import enter_folder
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class EngineActor:
         if config.data.multimodal_keys and not config.train.model.freeze_vision_model:
             # SGLang keeps what its vision tower made of a picture, also over a push of other weights.
             os.environ["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
+        graphs = decode_graphs(config) if device == "cuda" else None
         self._progress = ""
         self._node_id = node_id
         self._server = SGLangServer(
@@ -68,6 +69,7 @@ class EngineActor:
             seed=seed,
             enable_memory_saver=device == "cuda" and config.cluster.colocate and not config.debug.debug_rollout_only,
             context_length=context_lengths(config).engine,
+            extra={"cuda-graph-max-bs-decode": graphs} if graphs is not None else None,
             key=key,
         )
         self.name = name

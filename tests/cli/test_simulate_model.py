@@ -117,6 +117,14 @@ def test_interrupted_tokens_are_computed_again_after_each_pause() -> None:
     assert again.seconds - step.seconds == pytest.approx(again.prefilled / RATES.prefill, rel=0.05)
 
 
+def test_what_is_kept_is_not_computed_again() -> None:
+    plan, lengths = apart(1, 1, bound_of(1, 3)), equal(1000, n=1, prompt=10)
+    again, kept = (simulate(p, RATES, lengths, steps=20) for p in (plan, dataclasses.replace(plan, keeps_cache=True)))
+    assert kept.prefilled == pytest.approx(10, rel=0.1), "the prompt of each group"
+    assert again.prefilled > 100
+    assert kept.seconds < again.seconds
+
+
 # ---------------------------------------------------------------------- the table that the design was chosen by
 
 PARTIAL = {1: 84, 2: 65, 4: 49}
@@ -211,6 +219,7 @@ def any_plan(r: random.Random) -> tuple[Plan, Rates, Lengths]:
         engines=r.randint(1, 5),
         bound=bound,
         drains=not in_turn and r.random() < 0.3,
+        keeps_cache=not in_turn and r.random() < 0.3,
     )
     rates = Rates(
         engine=10 ** r.uniform(2, 5),

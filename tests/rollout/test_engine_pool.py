@@ -1,6 +1,7 @@
 """Engines that are lost while requests run: these go on elsewhere, or wait. No clock decides."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,27 @@ async def test_the_requests_of_an_engine_that_dies_go_on_at_another() -> None:
     (report, well) = pool.reports()
     assert (report.state, report.losses, report.error) == (EngineState.LOST, 1, "engine0 is gone")
     assert (well.state, well.losses) == (EngineState.SERVING, 0)
+
+
+async def test_a_request_goes_to_the_engine_that_it_names_if_that_has_room() -> None:
+    one, other, pool = two()
+    router = EngineRouter(pool, 2)
+
+    def ask(rid: str, engine: str | None) -> asyncio.Task[GenerateResult]:
+        return asyncio.create_task(router.generate(dataclasses.replace(request(rid), engine=engine)))
+
+    tasks = [ask("a", "engine1"), ask("b", "engine1"), ask("c", "engine1"), ask("d", None), ask("e", "engine1")]
+    await settle()
+    assert (one.got, other.got) == (["c", "d"], ["a", "b"]), "the third finds it full, and none waits for it"
+    pool.exclude(other, EngineDied("gone"))  # type: ignore[arg-type]
+    one.answer("c")
+    one.answer("d")
+    await settle()
+    assert sorted(one.got[2:]) == ["a", "b"], "the engine that they name is gone"
+    for rid in ("a", "b", "e"):
+        one.answer(rid)
+        await settle()
+    assert [r.finish_reason for r in await asyncio.gather(*tasks)] == ["stop"] * 5
 
 
 async def test_the_limit_follows_the_engines_that_serve() -> None:

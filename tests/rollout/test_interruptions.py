@@ -4,8 +4,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from relax_data.types import SampleStatus
-from relax_rollout.engines.base import GenerateRequest, GenerateResult
+import pytest
+from relax_data.types import Prompt, Sample, SampleStatus
+from relax_rollout.engines.base import GenerateRequest, GenerateResult, SamplingParams
+from relax_rollout.engines.router import EngineRouter
+from relax_rollout.generation.generate import GenerationContext
 from relax_rollout.loop.context import MAX_INTERRUPTIONS
 from relax_rollout.loop.rollout_loop import RolloutLoop
 from relax_rollout.settings import RolloutSettings
@@ -138,3 +141,43 @@ async def test_samples_of_later_weights_than_the_rollout_has_start_again(
         assert buffered <= {g.prompt.prompt_id for g in result.groups}, "no prompt is lost"
         assert result.metrics["rollout/restarted_samples"] == (len(buffered) if restarts else 0)
         assert all(v <= version for g in result.groups for s in g.samples for v in s.versions)
+
+
+class PushedEngine:
+    """Holds each response after two tokens for a push of weights, until the fourth request."""
+
+    name = "engine0"
+
+    def __init__(self) -> None:
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.requests.append(request)
+        n = len(self.requests)
+        reason: Any = "held" if n < 4 else "length"
+        tokens = [20, 21] if n > 1 else []  # the first push comes before the first token
+        versions = [n + 2] * len(tokens)
+        return GenerateResult(
+            tokens=tokens, log_probs=[-1.0] * len(tokens), versions=versions, finish_reason=reason, engine=self.name
+        )
+
+
+@pytest.mark.parametrize("keep_cache", [True, False])
+async def test_a_push_leaves_what_was_computed_if_it_is_to_be_kept(tokenizer: Any, keep_cache: bool) -> None:
+    engine = PushedEngine()
+    context = GenerationContext(
+        EngineRouter([engine], 1),  # type: ignore[list-item]
+        sampling=SamplingParams(max_new_tokens=6),
+        max_context_len=None,
+        tokenizer=tokenizer,
+        version=3,
+        label="run",
+        keep_cache=keep_cache,
+    )
+    sample = Sample(Prompt(0, 0, "a:1", "", [5, 6]), 0)
+    assert await context.extend(sample) == "length"
+    assert sample.versions == [4, 4, 5, 5, 6, 6]
+    # The weights that it began with name what it has computed, at the engine where it ran.
+    kept: list[Any] = [(None, None), (None, "engine0"), (4, "engine0"), (4, "engine0")]
+    asked = [(r.cache_version, r.engine) for r in engine.requests]
+    assert asked == (kept if keep_cache else [(None, None)] * 4)

@@ -95,6 +95,8 @@ def test_the_request_asks_for_log_probabilities() -> None:
     assert (body["rid"], body["extra_key"]) == ("r-a", "v7")
     assert body["sampling_params"]["stop"] == ["x"]
     assert body["sampling_params"]["stop_token_ids"] == [1]
+    kept = GenerateRequest(rid="a", input_ids=[1], sampling=sampling, cache_version=0)
+    assert generate_body(kept, "r-a", 7, stream=False)["extra_key"] == "v0"
     with pytest.raises(ValueError, match="unknown inputs"):
         generate_body(
             GenerateRequest(rid="a", input_ids=[1], sampling=sampling, multimodal={"smell": []}), "r-a", 7, stream=False

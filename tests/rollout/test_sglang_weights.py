@@ -47,10 +47,15 @@ def buckets_of(model: Any, limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
 
 
 async def push_weights(
-    engine: SGLangEngine, buckets: Iterable[Bucket], version: int, *, mode: PauseMode = "abort"
+    engine: SGLangEngine,
+    buckets: Iterable[Bucket],
+    version: int,
+    *,
+    mode: PauseMode = "abort",
+    keeps_cache: bool = False,
 ) -> PushReport:
     """From one process and by value, with a client of its own, in a thread without an event loop as the trainer has."""
-    pusher = SGLangEngine(engine.url, key=KEY, name="engine0")
+    pusher = SGLangEngine(engine.url, key=KEY, name="engine0", keeps_cache=keeps_cache)
     send: Any = SendValues()
     return await asyncio.to_thread(push.push_weights, [pusher], buckets, version, send=send, ranks=OneRank(), mode=mode)
 
@@ -328,3 +333,45 @@ async def test_versions_of_tokens_when_weights_change_in_flight(
     with pytest.raises(RuntimeError, match="weights changed from version 0 to 1 while request u"):
         await asyncio.wait_for(untracked, 120)
     await tracking.close()
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps_cache", [True, False])
+async def test_an_interrupted_response_goes_on_from_what_it_has_computed(
+    engine: SGLangEngine, sglang_server: Any, tiny_model: Path, keeps_cache: bool
+) -> None:
+    model, prompt = load(tiny_model), [10 + i % 50 for i in range(200)]
+    sampling = SamplingParams(max_new_tokens=100, temperature=0.0, ignore_eos=True)
+    sglang_server.gate.close()
+    running = asyncio.create_task(engine.generate(GenerateRequest(rid="k", input_ids=prompt, sampling=sampling)))
+    await underway(engine.url, 1)
+    disturb(model, 4)
+    await push_weights(engine, buckets_of(model), 1, keeps_cache=keeps_cache)
+    sglang_server.gate.open()
+    first = await running
+    assert first.finish_reason == "abort"
+    assert 0 < len(first.tokens) < 100
+    ids = [*prompt, *first.tokens]
+    short = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
+
+    async def off(version: int | None) -> tuple[int, float]:
+        """Tokens that the engine had already, and how far its log-probs are from those of the new weights."""
+        request = GenerateRequest(rid=f"k{version}", input_ids=ids, sampling=short, cache_version=version)
+        result = await engine.generate(request)
+        assert set(result.versions) == {1}
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + result.tokens])).logits[0, len(ids) - 1 :]
+        expected = torch.log_softmax(logits, -1)
+        return result.cached_tokens, max(
+            abs(float(expected[i, t]) - p) for i, (t, p) in enumerate(zip(result.tokens, result.log_probs, strict=True))
+        )
+
+    cached, apart = await off(0)
+    if keeps_cache:
+        assert cached == len(ids) - 1, "the last token was sampled and not yet put in"
+        assert apart > 1e-3, "a mixture of old and new weights"
+    else:
+        assert (cached, apart < 1e-4) == (0, True)
+    cached, apart = await off(None)
+    assert (cached, apart < 1e-4) == (0, True), "others find nothing of it"

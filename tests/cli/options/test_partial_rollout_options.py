@@ -9,6 +9,7 @@ from relax_cli.config.run_config import ConfigError
 from relax_cli.main import main
 
 SURPLUS = ["--partial-rollout", "--over-sampling-batch-size", "64"]
+KEEP = "--no-recompute-kv-cache-after-weight-updates"
 MOST = "--rollout-batch-size 32 x (--max-staleness 1 + 1) = 64"
 ON_POLICY = "--rollout-batch-size 32 x (--max-staleness 0 + 1) = 32"
 LEAVE_OUT = "or remove --partial-rollout"
@@ -56,6 +57,13 @@ def plan(words: list[str]) -> dict[str, str]:
         (
             ["--fully-async", "--max-staleness", "0", "--partial-rollout-max-aborted-count", "2"],
             ["--partial-rollout-max-aborted-count has no effect with --max-staleness 0", "remove it"],
+        ),
+        ([*SURPLUS, KEEP], [f"{KEEP} has no effect with --colocate", "remove it"]),
+        (["--fully-async", "--max-staleness", "0", KEEP], [f"{KEEP} has no effect without", "--max-staleness of 1"]),
+        (["--fully-async", "--no-partial-rollout", KEEP], [f"{KEEP} has no effect without --partial-rollout"]),
+        (
+            ["--fully-async", KEEP, "--sglang-disable-radix-cache"],
+            [f"{KEEP} has no effect with --sglang-disable-radix-cache", "remove one"],
         ),
         (["--max-staleness", "2"], ["--max-staleness has no effect without --fully-async or over-sampling"]),
         (
@@ -155,6 +163,7 @@ def test_the_plan_says_what_is_open_and_how_old_it_may_become(workspace: Path, s
         bound,
         "a sample interrupted once is waited for (--partial-rollout-max-aborted-count)",
     ]
+    assert "samples keep their tokens, keys and values over a push" in str(rows("--fully-async", KEEP)[0])
     assert rows("--fully-async", "--no-partial-rollout")[0] == (
         "64 prompts open at once (at most 32 x (1 + 1) = 64): a step takes the 32 groups with the earliest deadlines; "
         "a push waits for all that run"

@@ -89,6 +89,13 @@ class RolloutSettings(Settings):
         "With --partial-rollout: do not train on a token whose weights are older than those that were current when "
         "its sample was finished.",
     )
+    recompute_kv_cache_after_weight_updates: bool = option(
+        True,
+        "With --fully-async: a response that new weights interrupt goes on from keys and values that these have "
+        "computed again. With --no-recompute-kv-cache-after-weight-updates it goes on from those that it has, which is "
+        "faster, the more so the longer responses are; its log-probs are then those of a mixture, and --use-tis "
+        "corrects by exactly these.",
+    )
 
     @property
     def submitted_prompts(self) -> int:

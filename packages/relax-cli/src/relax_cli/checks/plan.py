@@ -255,7 +255,8 @@ def _surplus(config: RunConfig) -> Rows:
     limit = f" (at most {batch} x ({cluster.max_staleness} + 1) = {most_open(config)})"
     if cluster.fully_async:
         used = f"a step takes the {batch} groups with the earliest deadlines"
-        then = "samples keep their tokens over a push of weights" if keeps else "a push waits for all that run"
+        kept = "tokens" if rollout.recompute_kv_cache_after_weight_updates else "tokens, keys and values"
+        then = f"samples keep their {kept} over a push of weights" if keeps else "a push waits for all that run"
     else:
         used = f"the first {batch} groups are used"
         then = "interrupted samples keep their tokens" if keeps else "interrupted samples start again"

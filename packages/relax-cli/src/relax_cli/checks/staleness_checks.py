@@ -7,7 +7,7 @@ from relax_cli.config.run_config import RunConfig
 
 def staleness_problems(config: RunConfig) -> list[str]:
     """Lists what these options would leave without effect, or what the bound of the staleness cannot hold."""
-    return [*_no_staleness(config), *(_depth(config) or _never_interrupted(config))]
+    return [*_no_staleness(config), *(_depth(config) or _never_interrupted(config)), *_kept_cache(config)]
 
 
 def staleness_warnings(config: RunConfig) -> list[str]:
@@ -65,6 +65,20 @@ def _never_interrupted(config: RunConfig) -> list[str]:
         for name in names
         if chosen[name]
     ]
+
+
+def _kept_cache(config: RunConfig) -> list[str]:
+    """Why keys and values cannot outlive a push of weights, if they are to."""
+    if config.rollout.recompute_kv_cache_after_weight_updates or config.debug.debug_train_only:
+        return []
+    asked = "--no-recompute-kv-cache-after-weight-updates has no effect"
+    if not config.cluster.fully_async:
+        return [f"{asked} with --colocate, where the engines give the memory of keys and values away: remove it"]
+    if not config.rollout.partial_rollout or config.cluster.max_staleness == 0:
+        return [f"{asked} without --partial-rollout and a --max-staleness of 1 or more: no response is interrupted"]
+    if config.sglang.sglang_extra.get("disable_radix_cache"):
+        return [f"{asked} with --sglang-disable-radix-cache, which forgets each response that ends: remove one of both"]
+    return []
 
 
 def _depth(config: RunConfig) -> list[str]:

@@ -12,7 +12,15 @@ from relax_cli.config.command_line import Given, Layer
 from relax_cli.config.schema import UNSET
 from relax_cli.config.settings import MODES
 
-ONLY_IN = {"fully_async": ("max_staleness", "rollout_num_gpus", "weight_sync", "num_data_storage_units")}
+ONLY_IN = {
+    "fully_async": (
+        "max_staleness",
+        "rollout_num_gpus",
+        "weight_sync",
+        "num_data_storage_units",
+        "recompute_kv_cache_after_weight_updates",
+    )
+}
 """Options without effect in any other mode; ``max_staleness`` has one wherever samples may stay over a step."""
 _OF_SURPLUS = ("over_sampling_batch_size", "partial_rollout", "rollout_function_path")
 

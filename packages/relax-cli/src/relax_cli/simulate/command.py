@@ -174,6 +174,7 @@ def _plans(settings: SimulateSettings, figures: Figures) -> list[tuple[Plan, int
             engines=split // each,
             bound=bound(age, batch * (age + 1)),
             drains=not settings.partial_rollout,
+            keeps_cache=not settings.recompute_kv_cache_after_weight_updates,
         )
         plans.append((plan, split))
     return plans

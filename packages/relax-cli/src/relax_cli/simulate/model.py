@@ -7,8 +7,8 @@ Discrete events, no torch. The modes differ in what stands still while the train
                   [train][waits until the next step may be closed   ][push]
 
 What a pause interrupts keeps its tokens. After the pause all requests are dealt to the engines again, and each engine
-computes keys and values of what they have before it goes on. :mod:`relax_rollout.staleness` decides which groups may
-be started, which of them a step takes, and when it may be closed.
+computes keys and values of what they have before it goes on, if they are not kept. :mod:`relax_rollout.staleness`
+decides which groups may be started, which of them a step takes, and when it may be closed.
 
 Left out: rewards, filters, evaluation, checkpoints, memory for keys and values, and that responses to one prompt are
 about equally long.
@@ -57,6 +57,7 @@ class Plan:
         mode: its name.
         in_turn: whether the engines stand still while the trainer works: colocate.
         drains: whether a push waits until all that runs has ended, instead of interrupting it.
+        keeps_cache: whether what a push interrupts goes on without computing its keys and values again.
         bound: groups a step, groups that may be open, and staleness, which must have a limit.
     """
 
@@ -66,6 +67,7 @@ class Plan:
     engines: int
     bound: StalenessBound
     drains: bool = False
+    keeps_cache: bool = False
 
 
 class Lengths:
@@ -251,7 +253,9 @@ class Simulation:
             self._queue.append(request)
             return None
         self.engines[index].advance(self.now)
-        self.engines[index].add(request, next(self._numbers), self._prompt + request[1] - request[0])
+        had = request[1] - request[0]
+        known = 0.0 if had and self.plan.keeps_cache else self._prompt + had
+        self.engines[index].add(request, next(self._numbers), known)
         heapq.heapreplace(self._loads, (load + 1, index))
         return index
 

@@ -56,6 +56,11 @@ class SimulateSettings(Settings):
         "Interrupted responses keep their tokens. --no-partial-rollout: a push waits until all that runs has ended, "
         "and colocate starts no more prompts than a step takes.",
     )
+    recompute_kv_cache_after_weight_updates: bool = option(
+        True,
+        "Fully async: keys and values of interrupted responses are computed again. "
+        "--no-recompute-kv-cache-after-weight-updates keeps them.",
+    )
     num_rollout: int = option(
         100, "Steps that the means are taken over, after those that fill the pipeline.", ge=10, le=LARGEST_COUNT
     )

@@ -70,6 +70,7 @@ class EngineActor:
             enable_memory_saver=device == "cuda" and config.cluster.colocate and not config.debug.debug_rollout_only,
             context_length=context_lengths(config).engine,
             extra={"cuda-graph-max-bs-decode": graphs} if graphs is not None else None,
+            keeps_cache=not config.rollout.recompute_kv_cache_after_weight_updates,
             key=key,
         )
         self.name = name

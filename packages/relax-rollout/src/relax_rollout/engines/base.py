@@ -35,12 +35,17 @@ class GenerateRequest:
         rid: unique id of the request, the handle for :meth:`Engine.abort`.
         input_ids: prompt tokens, and the tokens already generated when a sample is continued.
         multimodal: engine-specific inputs beside the text (images); empty for text.
+        cache_version: version of the weights under whose name its keys and values lie in an engine's prefix cache;
+            None: that which the engine serves.
+        engine: name of the engine that has them, which is taken if it has room; None: any.
     """
 
     rid: str
     input_ids: Sequence[int]
     sampling: SamplingParams
     multimodal: dict[str, Any] = dataclasses.field(default_factory=dict)
+    cache_version: WeightVersion | None = None
+    engine: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,8 @@ class GenerateResult:
         finish_reason: ``stop`` (end of sequence or stop string), ``length``, or ``abort`` (tokens may be partial).
             No engine answers ``held``: :class:`relax_rollout.engines.router.EngineRouter` calls an abort so that was
             for a push of weights alone, after which the sample goes on.
+        cached_tokens: of the request's, whose keys and values the engine had already.
+        engine: name of the one that answered.
     """
 
     tokens: list[int]
@@ -61,6 +68,7 @@ class GenerateResult:
     versions: list[WeightVersion]
     finish_reason: Literal["stop", "length", "abort", "held"]
     cached_tokens: int = 0
+    engine: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +80,14 @@ class EngineAddress:
         url: ``http://host:port``.
         log_path: its log, whose last lines end the message when it dies; None when it is not known.
         key: that each request has to carry; None when its server asks for none. No message shows it.
+        keeps_cache: its prefix cache stays as it is when new weights come.
     """
 
     name: str
     url: str
     log_path: str | None = None
     key: str | None = dataclasses.field(default=None, repr=False)
+    keeps_cache: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,7 @@ class EngineRouter:
             raise ValueError(f"--sglang-server-concurrency is {concurrency}; it must be at least 1")
         self._pool = as_pool(engines)
         self._concurrency = concurrency
-        self._queue: collections.deque[asyncio.Future[Engine | None]] = collections.deque()
+        self._queue: collections.deque[tuple[asyncio.Future[Engine | None], str | None]] = collections.deque()
         self._load: dict[Engine, int] = {}
         self._sent: dict[str, _Sent] = {}
         self._closed = False
@@ -96,7 +96,7 @@ class EngineRouter:
         """
         first_time = True
         with self._pool.listening(self._on_change):
-            while (engine := await self._admitted(in_front=not first_time)) is not None:
+            while (engine := await self._admitted(request.engine, in_front=not first_time)) is not None:
                 try:
                     result = await self._ask(engine, request)
                 finally:
@@ -130,10 +130,11 @@ class EngineRouter:
 
     # ------------------------------------------------------------------ who may ask
 
-    async def _admitted(self, *, in_front: bool) -> Engine | None:
-        """Waits for an engine that has room, and takes the place; None after :meth:`abort_all`."""
+    async def _admitted(self, wanted: str | None, *, in_front: bool) -> Engine | None:
+        """Waits for an engine with room, if possible ``wanted``, and takes the place; None after :meth:`abort_all`."""
         place: asyncio.Future[Engine | None] = asyncio.get_running_loop().create_future()
-        (self._queue.appendleft if in_front else self._queue.append)(place)
+        waiting = (place, wanted)
+        (self._queue.appendleft if in_front else self._queue.append)(waiting)
         try:
             self._admit()
             while not place.done():
@@ -146,7 +147,7 @@ class EngineRouter:
             raise
         finally:
             with contextlib.suppress(ValueError):
-                self._queue.remove(place)
+                self._queue.remove(waiting)
 
     def _admit(self) -> None:
         """Gives the requests that wait the room that there is, in order."""
@@ -160,12 +161,16 @@ class EngineRouter:
             if not self._closed:
                 if not serving or self._pool.held:
                     return
+                wanted = self._queue[0][1]
                 engine = min(serving, key=lambda e: self._load.get(e, 0))
+                if wanted is not None:
+                    its = (e for e in serving if e.name == wanted and self._load.get(e, 0) < self._concurrency)
+                    engine = next(its, engine)
                 if self._load.get(engine, 0) >= self._concurrency:
                     return
                 self._load[engine] = self._load.get(engine, 0) + 1
                 self._pool.usage.began(engine.name)
-            self._queue.popleft().set_result(engine)
+            self._queue.popleft()[0].set_result(engine)
 
     def _leave(self, engine: Engine) -> None:
         self._load[engine] -= 1
@@ -183,7 +188,7 @@ class EngineRouter:
             self._pool.check_hope()
         except EngineDied as error:
             while self._queue:
-                self._queue.popleft().set_exception(error)
+                self._queue.popleft()[0].set_exception(error)
 
     # ------------------------------------------------------------------ pushes of weights
 

@@ -66,7 +66,7 @@ class GenerationContext:
             picture that the model wrote.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # all that a rollout knows of it, by name
         self,
         router: EngineRouter,
         *,
@@ -76,8 +76,9 @@ class GenerationContext:
         version: WeightVersion,
         label: str,
         end_token_ids: frozenset[int] = frozenset(),
+        keep_cache: bool = False,
     ) -> None:
-        self._router = router
+        self._router, self._keep_cache = router, keep_cache
         self._label = label
         self._ends = end_token_ids
         self._seams: set[int] = set()
@@ -136,8 +137,9 @@ class GenerationContext:
         seam = id(sample) in self._seams  # still there after calls that asked for nothing
         self._seams.discard(id(sample))
         before = _sampled_last(sample) if seam else []
+        engine = None
         while True:
-            request = self._request(sample, limit, stop, ignore_eos=ignore_eos)
+            request = self._request(sample, limit, stop, ignore_eos=ignore_eos, engine=engine)
             result = await self._router.generate(request)
             if seam and result.tokens:
                 self.kept_tokens += len(sample.tokens)
@@ -148,6 +150,7 @@ class GenerationContext:
             if result.finish_reason != "held" or reason != "abort":
                 return reason
             # A push of weights: the function that called is not told of it, and the next request waits for its end.
+            engine = result.engine if self._keep_cache else None
             if sample.tokens:
                 seam, before, limit = True, [*before, *result.tokens], limit - n
                 sample.aborted_count += 1
@@ -174,7 +177,9 @@ class GenerationContext:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
-    def _request(self, sample: Sample, limit: int, stop: Sequence[str], *, ignore_eos: bool) -> GenerateRequest:
+    def _request(
+        self, sample: Sample, limit: int, stop: Sequence[str], *, ignore_eos: bool, engine: str | None
+    ) -> GenerateRequest:
         s = self.sampling
         return GenerateRequest(
             rid=f"{self._label}-p{sample.prompt.prompt_id}-s{sample.index}-{uuid.uuid4().hex[:8]}",
@@ -189,6 +194,9 @@ class GenerationContext:
                 ignore_eos=ignore_eos,
             ),
             multimodal=pictures(sample.prompt),
+            # Under that name its first request stored what it computed, and each further one goes on from there.
+            cache_version=sample.versions[0] if self._keep_cache and sample.versions else None,
+            engine=engine,
         )
 
     def _end(self, before: list[int], result: GenerateResult, sampling: SamplingParams) -> tuple[int, FinishReason]:

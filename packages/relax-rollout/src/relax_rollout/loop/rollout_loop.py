@@ -375,6 +375,7 @@ class RolloutLoop:
             version=version,
             label="run" if continuous else f"r{rollout_id}",
             end_token_ids=self._ends,
+            keep_cache=not self.settings.recompute_kv_cache_after_weight_updates,
         )
         runner = GroupRunner(
             router,

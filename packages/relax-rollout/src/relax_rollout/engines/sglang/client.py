@@ -52,6 +52,7 @@ class SGLangEngine:
         log_path: str | Path | None = None,
         alive: Callable[[], bool] | None = None,
         track_versions_in_flight: bool = False,
+        keeps_cache: bool = False,
         generate_timeout_s: float = 3600.0,
         control_timeout_s: float = 120.0,
         update_timeout_s: float = 600.0,
@@ -67,6 +68,7 @@ class SGLangEngine:
             alive: tells whether its process runs, where that is known.
             track_versions_in_flight: weights may change while requests run; each token then gets its version from the
                 chunks of a stream. Otherwise a change during a request is an error.
+            keeps_cache: leave the prefix cache as it is when new weights come.
             generate_timeout_s: longest time one response may take.
             control_timeout_s: longest time of pause, resume, flush, memory calls.
             update_timeout_s: longest time of one weight update call, of a push that others wait for, of writing traces.
@@ -74,7 +76,7 @@ class SGLangEngine:
         """
         self._name = name
         self._transport = Transport(url, name=name, key=key, log_path=log_path, alive=alive)
-        self._track = track_versions_in_flight
+        self._track, self._keeps_cache = track_versions_in_flight, keeps_cache
         self._generate_timeout_s, self._control_timeout_s = generate_timeout_s, control_timeout_s
         self._update_timeout_s = update_timeout_s
         self._inflight = InflightRequests(self._transport, silence_deadline_s=silence_deadline_s)
@@ -89,7 +91,13 @@ class SGLangEngine:
     @classmethod
     def at(cls, address: EngineAddress) -> "SGLangEngine":
         """The client of a server that another process started."""
-        return cls(address.url, name=address.name, key=address.key, log_path=address.log_path)
+        return cls(
+            address.url,
+            name=address.name,
+            key=address.key,
+            log_path=address.log_path,
+            keeps_cache=address.keeps_cache,
+        )
 
     @property
     def name(self) -> str:
@@ -331,7 +339,7 @@ class SGLangEngine:
         assert self._updating is not None, "an update begins before it ends"
         await self._optional("/end_weight_update")
         steps = [self._set_weights(WeightStatus("whole", version))]
-        if self._updating == "abort":
+        if self._updating == "abort" and not self._keeps_cache:
             steps.append(self.flush_cache())
         # It is paused until both are through; one that still ran when the other has failed could undo the mark of that.
         for outcome in await asyncio.gather(*steps, return_exceptions=True):

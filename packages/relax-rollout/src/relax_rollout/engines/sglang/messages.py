@@ -91,6 +91,7 @@ class ResponseBuilder:
             versions=self._versions,
             finish_reason=kind,
             cached_tokens=self._cached,
+            engine=self._engine,
         )
 
 
@@ -98,7 +99,7 @@ def generate_body(request: GenerateRequest, rid: str, version: WeightVersion, *,
     """The JSON of one request.
 
     Its ``extra_key`` divides the server's prefix cache by version, so that a prompt never continues from what other
-    weights have computed, also when the cache was not emptied in between.
+    weights have computed, also when the cache was not emptied in between: unless the request names older weights.
     """
     unknown = set(request.multimodal) - set(_MODALITIES)
     if unknown:
@@ -109,7 +110,7 @@ def generate_body(request: GenerateRequest, rid: str, version: WeightVersion, *,
         "sampling_params": _sampling(request.sampling),
         "return_logprob": True,
         "stream": stream,
-        "extra_key": f"v{version}",
+        "extra_key": f"v{version if request.cache_version is None else request.cache_version}",
         **{_MODALITIES[k]: v for k, v in request.multimodal.items()},
     }
 

@@ -55,6 +55,7 @@ class SGLangServer:
         weight_version: int = 0,
         context_length: int | None = None,
         extra: dict[str, Any] | None = None,
+        keeps_cache: bool = False,
         key: str | None = None,
     ) -> None:
         """Prepares, without starting, the server.
@@ -75,6 +76,7 @@ class SGLangServer:
             weight_version: version of the start weights.
             context_length: most tokens of prompt and response; None takes the model's.
             extra: further server options by SGLang's names, below the user's in priority.
+            keeps_cache: clients leave its prefix cache as it is when new weights come.
             key: letters and digits that every request has to carry, but for one about its health; None makes one up.
 
         Raises:
@@ -85,6 +87,7 @@ class SGLangServer:
         if gpu_ids and len(gpu_ids) != tp_size:
             raise ValueError(f"{name}: {tp_size} GPUs an engine, but {len(gpu_ids)} given: {list(gpu_ids)}")
         self.name, self.host, self.log_path = name, host, Path(log_path)
+        self._keeps_cache = keeps_cache
         self._device, self._wanted_port, self._gpu_ids = device, port, [str(g) for g in gpu_ids]
         self.key = key or secrets.token_urlsafe(32)
         """Known to whoever asks this object, and in no command line, log or file."""
@@ -134,7 +137,7 @@ class SGLangServer:
     @property
     def address(self) -> EngineAddress:
         """All that a client needs, in this process or in another one; after :meth:`launch`."""
-        return EngineAddress(self.name, self.url, str(self.log_path), self.key)
+        return EngineAddress(self.name, self.url, str(self.log_path), self.key, self._keeps_cache)
 
     @property
     def pid(self) -> int:

@@ -6,10 +6,12 @@
 
 `relax train` runs once for each way on the same prompts, seed and forced lengths, and on as many GPUs: `colocate` uses
 all of them first for one, then for the other; `partial:N` does so with partial rollout and `--max-staleness N`;
-`async:N` is `--fully-async` with `--max-staleness N`, half of the GPUs for each side (`--rollout-num-gpus`). As many
-groups are open as the staleness allows, N + 1 times those of a step. Printed is, over the steps behind the warm-up, how
-many tokens of trained responses a second of wall time gives, what each side did, the ratio to colocate, and of `async`
-that of a step to the trainer's own work and the push, its lower bound.
+`async:N` is `--fully-async` with `--max-staleness N`, half of the GPUs for each side (`--rollout-num-gpus`), and
+`async:N:keep` the same with `--no-recompute-kv-cache-after-weight-updates`. As many groups are open as the staleness
+allows, N + 1 times those of a step. Printed is, over the steps of a full pipeline (not the first ones, in which it
+fills, and not the last N, in which no prompt is started any more), how many tokens of trained responses a second of
+wall time gives, what each side did, the ratio to colocate, and of `async` that of a step to the trainer's own work and
+the push, its lower bound.
 
 Beside it stands what the model of `relax simulate` makes of each way with the figures of the colocate run, and how far
 the measured step is from it; the goal is 15 %. Lengths that are all alike (`--spread 0`) do not tell how the rate of an
@@ -44,17 +46,17 @@ MODEL_GOAL = 0.15
 
 def way_of(text: str) -> str:
     """A way of the command line."""
-    if not re.fullmatch(r"colocate|(partial|async):\d+", text):
+    if not re.fullmatch(r"colocate|partial:\d+|async:\d+(:keep)?", text):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: colocate, partial:N or async:N is expected, N being --max-staleness"
+            f"{text!r}: colocate, partial:N, async:N or async:N:keep is expected, N being --max-staleness"
         )
     return text
 
 
 def split(way: str) -> tuple[str, int]:
     """Mode and staleness of ``async:2``."""
-    mode, _, staleness = way.partition(":")
-    return mode, int(staleness or 0)
+    mode, *rest = way.split(":")
+    return mode, int(rest[0]) if rest else 0
 
 
 def run_name(way: str) -> str:
@@ -75,6 +77,7 @@ def words(way: str, arguments: argparse.Namespace) -> list[str]:
     options = ["--fully-async" if mode == "async" else "--colocate", "--actor-num-gpus-per-node", str(training)]
     if mode == "async":
         options += ["--rollout-num-gpus", str(generating)] if GPU else []
+        options += ["--no-recompute-kv-cache-after-weight-updates"] if way.endswith(":keep") else []
     if mode != "colocate":
         options += ["--partial-rollout", "--max-staleness", str(staleness), "--over-sampling-batch-size", str(groups)]
     if GPU:
@@ -94,7 +97,12 @@ def words(way: str, arguments: argparse.Namespace) -> list[str]:
         *("--rollout-max-response-len", str(arguments.cap_tokens), "--rollout-seed", "1234"),
         *("--rollout-batch-size", str(arguments.batch), "--n-samples-per-prompt", str(arguments.samples)),
         *("--global-batch-size", str(arguments.batch * arguments.samples)),
-        *("--num-rollout", str(arguments.rollouts + warm_up(way)), "--sglang-max-running-requests", str(most)),
+        *(
+            "--num-rollout",
+            str(warm_up(way) + arguments.rollouts + split(way)[1]),
+            "--sglang-max-running-requests",
+            str(most),
+        ),
         *(RECOMPUTE if GPU else ()),
         *(() if GPU else ("--sglang-max-total-tokens", str(min(most * (arguments.cap_tokens + 64), 65536)))),
         *options,
@@ -103,15 +111,15 @@ def words(way: str, arguments: argparse.Namespace) -> list[str]:
 
 
 def warm_up(way: str) -> int:
-    """Steps that fill the pipeline, and the first one, in which everything warms up."""
-    return split(way)[1] + 1
+    """Steps until the groups that were all started at once are trained, and those after them have spread out."""
+    return 2 * split(way)[1] + 1
 
 
 def figures(way: str, arguments: argparse.Namespace, folder: Path) -> dict[str, float] | None:
     """Means over the steps that are counted, from ``metrics.jsonl``; None for a way that has none."""
     path = folder / "runs" / run_name(way) / "metrics.jsonl"
     rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
-    steps = [row for row in rows if "time/step" in row][warm_up(way) :]
+    steps = [row for row in rows if "time/step" in row][warm_up(way) :][: arguments.rollouts]
     if not steps:
         return None
 
@@ -159,6 +167,7 @@ def modelled(ways: Iterable[str], arguments: argparse.Namespace, folder: Path) -
             in_turn=mode != "async",
             train_gpus=gpus - generating,
             engines=generating or gpus,
+            keeps_cache=way.endswith(":keep"),
             bound=StalenessBound(batch=arguments.batch, depth=open_groups(way, arguments), max_staleness=staleness),
         )
         found[way] = simulate(plan, figures.rates(), lengths, steps=200).seconds
@@ -186,7 +195,7 @@ def parse() -> argparse.Namespace:
         nargs="+",
         type=way_of,
         default=["colocate", "partial:1", "async:2"],
-        help="colocate, partial:N, async:N",
+        help="colocate, partial:N, async:N, async:N:keep",
     )
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="in all; default: those there are")
     parser.add_argument("--rollout-num-gpus", type=int, help="of them that generate with async; default: half")

@@ -552,9 +552,11 @@ def test_the_rate_of_engines_that_generate_all_the_time(tmp_path: Path, capsys: 
     folder = steps(vary=False)
     answer = found(["--from", str(folder), *QUICK], capsys)
     half, rate = (answer["figures"][name] for name in ("engine_half", "engine_rate"))
-    assert half["value"] == 100
-    assert "assumed, as of 4 B on an H200: rollouts that are so much alike do not tell it" in half["source"]
-    assert rate["value"] == pytest.approx(8_000 * (10 + 100) / (10 + 40), rel=1e-6), "ten requests as fast as they were"
+    # Prompts of 20 tokens, and responses of which half have 10 to 60 and half 10 to 900: sum n^2 / 2 / sum n is 280.
+    assert half["value"] == pytest.approx(4.2 / (0.008 + 45e-6 * 300), rel=0.1)
+    assert "assumed, as of 4 B on an H200 with such lengths: rollouts that are so much alike do not" in half["source"]
+    expected = 8_000 * (10 + half["value"]) / (10 + 40)
+    assert rate["value"] == pytest.approx(expected, rel=1e-6), "ten requests as fast as they were"
     (told,) = (line for line in answer["remarks"] if "--engine-half 0 the gain of" in line)
     assert re.search(r"is \d+\.\d\d instead of \d+\.\d\d", told)
     figures = found(["--from", str(folder), "--engine-half", "40", *QUICK], capsys)["figures"]

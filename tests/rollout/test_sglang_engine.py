@@ -251,6 +251,25 @@ async def test_requests_that_start_together_are_one_call_and_end_each_for_itself
     await engine.flush_cache()  # the cancelled one, which would take minutes, ended at the server too
 
 
+async def test_long_responses_that_start_together_come_in_pieces(engine: SGLangEngine, model: Any) -> None:
+    asked = [request(f"piece-{i}", n, ignore_eos=True) for i, n in enumerate((513, 600, 12))]
+    answers = engine._waves.ask
+    pieces: dict[str, int] = {}
+
+    async def ask(body: dict[str, Any]) -> Any:
+        got = await answers(body)
+        pieces[body["rid"].partition("piece-")[2][:1]] = len(got)
+        return got
+
+    engine._waves.ask = ask  # type: ignore[method-assign]
+    results = await asyncio.gather(*(engine.generate(r) for r in asked))
+    # After the first token, 257 and 513 of them, and at the end; a short one is not worth that.
+    assert pieces == {"0": 3, "1": 4, "2": 1}
+    for wanted, result in zip((513, 600, 12), results, strict=True):
+        assert len(result.tokens) == len(result.versions) == wanted
+        assert error_of(model, result) < 1e-4
+
+
 async def test_a_refused_request_spares_those_that_start_with_it(engine: SGLangEngine, model: Any) -> None:
     prompts = [PROMPT, [10] * 3000, PROMPT, []]
     tasks = [engine.generate(request(f"r{i}", 4, prompt=p, ignore_eos=True)) for i, p in enumerate(prompts)]

@@ -118,16 +118,25 @@ def generate_body(request: GenerateRequest, rid: str, version: WeightVersion, *,
 _ONE_PIECE = -(1 << 30)
 """Interval of a stream that gives each response in one piece. SGLang sends a piece before the end when the number of
 tokens is a multiple of it; of an interval above 1, when it is one more, which the first token would be."""
+_PIECE = 256
+"""Interval for long responses. Hundreds that end at once, as for a push of weights, are then there but for the last
+piece of each: both sides have read and written the others while the engine computed."""
 
 
 def list_body(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The JSON of one streamed call for several requests of :func:`generate_body`, none of them with other inputs."""
     return {
         **{name: [body[name] for body in bodies] for name in ("rid", "input_ids", "extra_key")},
-        "sampling_params": [{**body["sampling_params"], "stream_interval": _ONE_PIECE} for body in bodies],
+        "sampling_params": [
+            {**(asked := body["sampling_params"]), "stream_interval": _interval(asked)} for body in bodies
+        ],
         "return_logprob": True,
         "stream": True,
     }
+
+
+def _interval(sampling: Mapping[str, Any]) -> int:
+    return _PIECE if sampling["max_new_tokens"] > 2 * _PIECE else _ONE_PIECE
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:

@@ -32,12 +32,13 @@ def make_batch(rollout_id: int) -> TrainBatch:
     )
 
 
-def make_trainer(folder: Path, bf16: bool, host: Any = None) -> Any:
+def make_trainer(folder: Path, bf16: bool, host: Any = None, **parallel: Any) -> Any:
     from relax_train.trainer import Trainer
 
     trainer = Trainer(
         s.TrainSettings(
             model=s.ModelSettings(hf_checkpoint=str(folder), bf16=bf16),
+            parallel=s.ParallelSettings(**parallel),
             optimizer=s.OptimizerSettings(lr=1e-2, adam_eps=1e-3),
         ),
         host=host,
@@ -106,9 +107,10 @@ def _three_steps(folder: Path, bf16: bool, naps: str) -> tuple[dict[str, torch.T
         naps: ``none``; ``plain``, one after another; ``held``, begun with the end of a step and copied at the last
             moment that is allowed; ``room``, where a quarter of the memory stays.
     """
-    from relax_train.backend import host_memory
+    from relax_train.backend import host_memory, remainders
 
     host_memory.CHUNK = 4096  # several chunks a storage, and several storages a chunk
+    remainders.SMALLEST = 100
     trainer = make_trainer(folder, bf16, host_memory.HostMemory(pinned=False) if naps == "held" else None)
     part = trainer._offload
     held = None
@@ -160,6 +162,72 @@ def test_a_nap_frees_everything_and_changes_nothing(
             assert seen == (["in", "out", "in", "out"] if naps == "held" else [])
             for name, tensor in expected.items():
                 assert torch.equal(weights[name], tensor), name
+
+
+def _bits(offload: Any) -> list[torch.Tensor]:
+    return [torch.empty(0, dtype=torch.uint8).set_(storage).clone() for storage, _ in offload._kept()]
+
+
+def _halved(folder: Path, parallel: dict[str, int]) -> None:
+    """Naps of a trainer whose master weights leave as a half.
+
+    In the second some of them are not the parameters before rounding; in the third all else has room to stay.
+    """
+    from relax_train.algorithms.reference import ReferenceWeights
+    from relax_train.backend import host_memory, remainders
+
+    host_memory.CHUNK = 4096
+    remainders.SMALLEST, remainders.LISTED, remainders.PIECE = 100, 100, 777
+    trainer = make_trainer(folder, True, host_memory.HostMemory(pinned=False), **parallel)
+    part, gate, reference = trainer._offload, threading.Event(), ReferenceWeights(trainer.model)
+    copy_in = part._copy_in
+
+    def late(one: Any) -> None:
+        if not one.early:
+            part._copies._pool.submit(gate.wait)
+        copy_in(one)
+
+    part._copy_in = late
+    for spoilt, staying in ((False, False), (True, False), (False, True)):
+        trainer.train(make_batch(0), version=0)
+        shards = list(trainer._optimizer.shards())
+        masters = [shard.tensors["master"] for shard in shards if len(shard.tensors["master"]) >= 100]
+        assert len(masters) > 5
+        if spoilt:
+            masters[0] += 1  # all of it
+            masters[1].view(torch.int32)[:2] = torch.tensor([0x3F808000, 0x7F800001])  # a tie, and not a number
+        before = _bits(part)
+        kept, halves = sum(map(len, before)), 2 * sum(map(len, masters[spoilt:]))
+        part.room = kept - 4 * sum(len(shard.tensors["master"]) for shard in shards) if staying else 0
+        part.changed()
+        part.sleep()
+        assert part.leaving == kept - part.room - halves
+        assert part.resident == part.room
+        for last in (False, True):  # up and down again without a step: what the host has still holds
+            gate.clear()
+            part.wake()
+            with reference.put_in():  # while the optimizer still comes back
+                gate.set()
+                part.wait()
+            assert all(map(torch.equal, _bits(part), before))
+            if not last:
+                part.sleep()
+        if spoilt:
+            part.changed()
+            for shard in shards:
+                stop = shard.start + len(shard.tensors["master"])
+                shard.tensors["master"].copy_(shard.param.detach().view(-1)[shard.start : stop])
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "parallel"),
+    [("qwen3", 1, {}), ("qwen3", 2, {}), ("qwen3_moe", 2, {"expert_model_parallel_size": 2})],
+)
+def test_master_weights_leave_as_a_half_and_come_back_bit_for_bit(
+    reference: Any, run_ranks: RunRanks, kind: str, world: int, parallel: dict[str, int]
+) -> None:
+    run_ranks(_halved, world, reference(kind).folder, parallel)
 
 
 def _sleep_on_cpu(folder: Path) -> bool:

@@ -6,6 +6,7 @@ the device computes, and it does not wait for them, unless told to: :meth:`CopyS
 """
 
 import abc
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -30,9 +31,13 @@ class CopyStream(abc.ABC):
     def follow(self) -> None:
         """Lets the copies asked for from now on begin after what the device has been told to compute so far."""
 
-    @abc.abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies bytes; both tensors must stay until the copy is done."""
+        self.run(lambda: target.copy_(source, non_blocking=True))
+
+    @abc.abstractmethod
+    def run(self, act: Callable[[], object]) -> None:
+        """Does what ``act`` tells the device, in the order of the copies; what it uses must stay until it is done."""
 
     @abc.abstractmethod
     def mark(self) -> Mark:
@@ -59,10 +64,10 @@ class CudaCopyStream(CopyStream):
         """See :class:`CopyStream`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def run(self, act: Callable[[], object]) -> None:
         """See :class:`CopyStream`."""
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            act()
 
     def mark(self) -> "CudaMark":
         """See :class:`CopyStream`."""
@@ -93,14 +98,14 @@ class ThreadCopyStream(CopyStream):
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="copies")
-        self._pending: list[Future[torch.Tensor]] = []
+        self._pending: list[Future[object]] = []
 
     def follow(self) -> None:
         """See :class:`CopyStream`."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def run(self, act: Callable[[], object]) -> None:
         """See :class:`CopyStream`."""
-        self._pending.append(self._pool.submit(target.copy_, source))
+        self._pending.append(self._pool.submit(act))
 
     def mark(self) -> "ThreadMark":
         """See :class:`CopyStream`."""
@@ -115,7 +120,7 @@ class ThreadCopyStream(CopyStream):
 class ThreadMark(Mark):
     """The copies since the mark before, and the thread's place in its queue, which is behind all of them."""
 
-    def __init__(self, copies: "list[Future[torch.Tensor]]", place: "Future[None]") -> None:
+    def __init__(self, copies: "list[Future[object]]", place: "Future[None]") -> None:
         self._copies, self._place = copies, place
 
     def block_compute(self) -> None:

@@ -6,7 +6,7 @@ every view of it (parameters inside megatron's flat buffers, the optimizer's sha
 
 Copies run beside the computation (:mod:`relax_train.backend.copy_stream`), one after another in one stream::
 
-    compute   ... step |  push of the weights  |     engine     | forward, backward ...           | step
+    compute   ... step | halves, push          |     engine     | forward, backward ...           | step
     copies             |[out: all]             |                |[in: weights][in: optimizer]     |
     host               begin_sleep        sleep: waits for    wake: the forward pass follows    wait: the step follows
                                           both, then frees    the weights alone                 the optimizer
@@ -15,9 +15,14 @@ Why nothing is lost: a copy out begins after the computation that wrote what it 
 memory is freed after the host has waited for both. A copy in begins after the computation that used the memory before;
 computation waits for copies in by a mark: for those of the weights on :meth:`Offload.wake`, for those of
 the optimizer on :meth:`Offload.wait`. A copy out that comes later stands behind the copy in, in the same stream.
+
+A master weight leaves as the half that its parameter does not tell (:mod:`relax_train.backend.remainders`). The half is
+made in the memory of its gradient while the moments leave. The other half is taken from the parameters before
+computation gets them back, since it may change them for a while: a reference model takes their place.
 """
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Iterator
@@ -27,6 +32,7 @@ import torch
 from relax_train.backend.copy_stream import Mark, copy_stream
 from relax_train.backend.host_memory import HostMemory, Place
 from relax_train.backend.optimizer import Optimizer
+from relax_train.backend.remainders import Remainder, remainder
 from relax_train.backend.room import room_beside
 from relax_train.models.build import Model
 
@@ -41,6 +47,7 @@ class _Part:
         places: where its bytes are on the host.
         early: the forward pass needs it.
         stays: it is left on the device.
+        remainder: what leaves in its place.
     """
 
     storage: torch.UntypedStorage
@@ -48,6 +55,12 @@ class _Part:
     places: list[Place]
     early: bool
     stays: bool = False
+    remainder: Remainder | None = None
+
+    @property
+    def leaving(self) -> int:
+        """Bytes that leave the device."""
+        return 0 if self.stays else self.size if self.remainder is None else self.remainder.low.nbytes
 
 
 class Offload:
@@ -99,7 +112,10 @@ class Offload:
         self._current = False
 
     def begin_sleep(self) -> None:
-        """Begins to copy out what :meth:`sleep` will free; until then it may be read, and :meth:`changed` undoes it."""
+        """Begins to copy out what :meth:`sleep` will free; until then it may be read, and :meth:`changed` undoes it.
+
+        Gradients are lost at once.
+        """
         if self.asleep or self._current:
             return
         self.wait()
@@ -112,14 +128,30 @@ class Offload:
         for part in self._parts:
             part.stays = part.size <= left
             left -= part.size if part.stays else 0
-        self._copies.follow()
-        self._copy_out(part for part in self._parts if not part.stays)
+        masters = {
+            shard.tensors["master"].data_ptr(): shard for shard in self._optimizer.shards() if "master" in shard.tensors
+        }
+        gone = [part for part in self._parts if not part.stays]
+        self._copy_out([part for part in gone if part.storage.data_ptr() not in masters])
+        for part in gone:
+            if (shard := masters.get(part.storage.data_ptr())) is not None:
+                part.remainder = remainder(shard)
+                self._copy_out([part])
         self._out, self._current = self._copies.mark(), True
 
-    def _copy_out(self, parts: Iterator[_Part]) -> None:
+    def _copy_out(self, parts: list[_Part]) -> None:
+        """Copies, after what has been computed."""
+        self._copies.follow()
         for part in parts:
-            for place in part.places:
-                self._copies.copy(self._host.view(place), _bytes_of(part.storage, place, self._device))
+            whole = _bytes_of(part.storage, self._device) if part.remainder is None else part.remainder.low
+            for start, length, host in self._pieces(part):
+                self._copies.copy(host, whole.view(torch.uint8)[start : start + length])
+
+    def _pieces(self, part: _Part) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Of what leaves: beginning and length of each piece, and its memory on the host."""
+        for start, length, chunk, offset in part.places:
+            if (length := min(length, part.leaving - start)) > 0:
+                yield start, length, self._host.view((start, length, chunk, offset))
 
     def sleep(self) -> None:
         """Frees the memory, when all of it has been copied; harmless when it is free already."""
@@ -133,6 +165,7 @@ class Offload:
         self._dropped = [(storage, storage.nbytes()) for storage in self._gradients().values()]
         if self._out is not None:
             self._out.wait()
+            self._send_whole()
             self._out = None
         if self._in is not None:  # nothing has waited for it: no step was taken
             self._in.wait()
@@ -149,10 +182,24 @@ class Offload:
         self.asleep = True
         log.debug("asleep after %.2f s, %.1f GiB stay", time.perf_counter() - start, self.resident / 2**30)
 
+    def _send_whole(self) -> None:
+        """Copies out the master weights that would not come back from their remainder."""
+        halved = [(part, part.remainder.overflow) for part in self._parts if part.remainder is not None]
+        if not halved:
+            return
+        full = torch.stack([overflow for _, overflow in halved]).tolist()
+        again = [part for (part, _), overflow in zip(halved, full, strict=True) if overflow]
+        for part in again:
+            part.remainder = None
+        self._copy_out(again)
+        self._copies.mark().wait()
+        log.debug("%d of %d master weights leave as a half", len(halved) - len(again), len(halved))
+
     def measure_room(self) -> None:
         """Sets ``room`` by what is free now, while the engine has all it uses; over a run it only shrinks.
 
-        The weights are the first to stay, since the forward pass waits for them.
+        The weights are the first to stay, since the forward pass waits for them; the master weights are the last, since
+        they move at half their size.
         """
         assert self.asleep
         free, total = torch.cuda.mem_get_info(self._device)
@@ -171,16 +218,21 @@ class Offload:
         """Bytes that stay on the device while it sleeps."""
         return sum(part.size for part in self._parts if part.stays)
 
+    @property
+    def leaving(self) -> int:
+        """Bytes that leave the device in a sleep, and come back."""
+        return sum(part.leaving for part in self._parts)
+
     def free_resident(self) -> None:
         """Frees also what has stayed, for an engine that starts anew; until the next :meth:`wake`."""
         assert self.asleep
         staying = [part for part in self._parts if part.stays]
-        self._copies.follow()
-        self._copy_out(iter(staying))
+        for part in staying:
+            part.stays = False
+        self._copy_out(staying)
         self._copies.mark().wait()
         for part in staying:
             part.storage.resize_(0)
-            part.stays = False
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -197,18 +249,32 @@ class Offload:
         for storage, size in [*((part.storage, part.size) for part in gone), *self._dropped]:
             storage.resize_(size)
         self._copies.follow()  # whoever had the memory before
-        for early in (True, False):
-            for part in gone:
-                if part.early == early:
-                    for place in part.places:
-                        self._copies.copy(_bytes_of(part.storage, place, self._device), self._host.view(place))
-            if early:
-                self._copies.mark().block_compute()
+        for part in gone:
+            if part.early:
+                self._copy_in(part)
+        for part in gone:
+            if part.remainder is not None:
+                self._copies.run(part.remainder.begin)
+        self._copies.mark().block_compute()
+        for part in gone:
+            if not part.early:
+                self._copy_in(part)
         self._in = self._copies.mark()
-        for storage, size in self._dropped:
-            _bytes_of(storage, (0, size, 0, 0), self._device).zero_()
+        for storage, _ in self._dropped:
+            _bytes_of(storage, self._device).zero_()
         self._dropped = []
         self.asleep = False
+
+    def _copy_in(self, part: _Part) -> None:
+        """Copies what left back to its place."""
+        for start, length, host in self._pieces(part):
+            if part.remainder is None:
+                self._copies.copy(_bytes_of(part.storage, self._device)[start : start + length], host)
+            else:
+                low = host.view(torch.int16)
+                self._copies.run(functools.partial(part.remainder.add, start // low.itemsize, low))
+        if part.remainder is not None:
+            self._copies.run(part.remainder.finish)
 
     def wait(self) -> None:
         """Lets what is computed from now on begin when moments and master weights are back."""
@@ -246,14 +312,14 @@ class Offload:
                 yield parameter.data
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        for group in self._optimizer.megatron.param_groups:
-            for parameter in group["params"]:
-                yield parameter.data
         for part in self._optimizer.parts:
             for state in part.optimizer.state.values():
                 for value in state.values():
                     if isinstance(value, torch.Tensor):
                         yield value
+        for group in self._optimizer.megatron.param_groups:
+            for parameter in group["params"]:
+                yield parameter.data
 
 
 def _storages(tensors: Iterator[torch.Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:
@@ -266,8 +332,6 @@ def _storages(tensors: Iterator[torch.Tensor], device: torch.device) -> dict[int
     return found
 
 
-def _bytes_of(storage: torch.UntypedStorage, place: Place, device: torch.device) -> torch.Tensor:
-    """uint8 view of a part of a storage."""
-    start, length, _, _ = place
-    whole = torch.empty(0, dtype=torch.uint8, device=device)
-    return whole.set_(storage, start, (length,), (1,))
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    """uint8 view of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

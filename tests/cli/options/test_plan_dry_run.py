@@ -209,6 +209,22 @@ def test_a_large_model_is_planned_for_gpus_and_a_named_number_of_gpus_too(worksp
     assert device("--hf-checkpoint", "small", "--num-gpus-per-node", "4") == "cuda"
 
 
+@pytest.mark.parametrize("mode", ["--colocate", "--fully-async"])
+@pytest.mark.parametrize("here", [0, 1, 16])
+def test_a_plan_is_of_the_devices_that_a_start_would_take(
+    workspace: Path, start: list[str], gpus: Callable[[int], None], mode: str, here: int
+) -> None:
+    gpus(here)
+    planned = resolve([*start, mode, "--dry-run"], {})
+    told = [note for note in planned.notes if "and this machine has" in note]
+    if told:  # a start there is refused for the same lack
+        with pytest.raises(ConfigError, match=f"and this machine has {here}"):
+            resolve([*start, mode], {})
+    else:
+        assert planned.placement == resolve([*start, mode], {}).placement
+    assert bool(told) == (mode == "--fully-async" and here > 0)
+
+
 def test_files_that_will_be_written(workspace: Path, start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--tb-experiment-name", "demo", "--save", "ckpt", "--save-interval", "5", "--save-hf", "hf/{rollout_id}"]
     words += ["--sglang-profile", "--use-pytorch-profiler", "--record-memory-history", "--save-debug-rollout-data"]
@@ -238,10 +254,11 @@ def test_debugging_modes_plan_half_of_the_processes(workspace: Path, start: list
 
 def test_a_cluster_to_join_is_planned_with_the_gpus_of_its_nodes(workspace: Path, start: list[str]) -> None:
     text = plan_text(resolve([*start, "--dry-run", "--ray-address", "auto", "--actor-num-nodes", "2"], {}))
-    assert row(text, "Ray") == "joins auto"
+    assert row(text, "Ray") == "joins auto and takes the GPUs it has; planned for nodes of 8 (--num-gpus-per-node)"
     assert row(text, "trainer") == "16 ranks, one a GPU: 2 nodes x 8 GPUs"
     cpu = ["--ray-address", "auto", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "0"]
     text = plan_text(resolve([*start, "--dry-run", *cpu, "--tensor-model-parallel-size", "2"], {}))
+    assert row(text, "Ray") == "joins auto"
     assert row(text, "trainer") == "4 ranks, 2 on each of 2 nodes"
     assert row(text, "engines") == "2 SGLang servers, one a node"
     assert row(text, "TP x PP x CP x DP") == "2 x 1 x 1 x 2 = 4 ranks"
@@ -291,11 +308,15 @@ def test_a_plan_for_more_gpus_than_this_machine_has_says_so(
         if told is None
         else [
             f"  - 8 GPUs, and this machine has {told}: start it where they are, join them with --ray-address, or lower "
-            "--actor-num-gpus-per-node (0 is CPU)"
+            "--actor-num-gpus-per-node"
+            + ("" if here else "; --actor-num-gpus-per-node 0 plans a run on the CPU of this machine")
         ]
     )
+    first = plan_text(resolve(words, {})).splitlines()[0]
+    assert first.endswith(": nothing was started")
+    assert (" for GPUs that this machine does not have:" in first) == (told is not None)
     joined = plan_text(resolve([*words, "--ray-address", "auto"], {}))
-    assert "and this machine has" not in joined
+    assert "this machine" not in joined
 
 
 @pytest.mark.parametrize(

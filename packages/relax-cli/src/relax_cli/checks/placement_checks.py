@@ -2,7 +2,7 @@
 
 from relax_data.options import given_flags
 
-from relax_cli.cluster.placement import Placement
+from relax_cli.cluster.placement import Placement, local_gpus
 from relax_cli.config.run_config import RunConfig
 
 
@@ -84,6 +84,12 @@ def _cpu_problems(config: RunConfig) -> list[str]:
     if idle:
         found.append(f"{given_flags(idle)} without effect: the run has no GPUs; remove it, or run where there are some")
     return found
+
+
+def lacks_gpus(config: RunConfig) -> bool:
+    """Whether a plan has more GPUs than this machine, where it is started and no cluster is joined."""
+    placement = config.placement
+    return config.cluster.ray_address is None and placement is not None and placement.gpus > local_gpus()
 
 
 def split_problem(placement: Placement, here: int, where: str) -> str:

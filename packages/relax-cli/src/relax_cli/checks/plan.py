@@ -28,6 +28,7 @@ from relax_cli.checks.memory import (
     trainer_bytes,
     weight_width,
 )
+from relax_cli.checks.placement_checks import lacks_gpus
 from relax_cli.checks.staleness_checks import most_open
 from relax_cli.cluster.placement import Placement
 from relax_cli.cluster.slots import slots_needed
@@ -54,7 +55,8 @@ def plan_text(config: RunConfig) -> str:
         ("Memory of one GPU" if _on_gpu(config) else "Memory", _memory(config, shape)),
         ("Files it will write", _files(config)),
     ]
-    lines = [f"Plan of run {config.name}: nothing was started"]
+    elsewhere = " for GPUs that this machine does not have" if lacks_gpus(config) else ""
+    lines = [f"Plan of run {config.name}{elsewhere}: nothing was started"]
     for title, rows in topics:
         if rows:
             lines += ["", title, *_aligned(rows)]
@@ -116,6 +118,8 @@ def _model(config: RunConfig, shape: ModelShape) -> Rows:
 def _processes(config: RunConfig) -> Rows:
     placement, cluster = config.placement, config.cluster
     ray = f"joins {cluster.ray_address}" if cluster.ray_address else "started on this machine for the run"
+    if cluster.ray_address and "actor_num_gpus_per_node" not in config.given:
+        ray += f" and takes the GPUs it has; planned for nodes of {cluster.num_gpus_per_node} (--num-gpus-per-node)"
     if placement is None:
         return [("Ray", ray), ("trainer and engines", "on all GPUs of the cluster")]
     trainer = f"{placement.train_ranks} ranks" if placement.train_ranks > 1 else "1 rank"

@@ -14,7 +14,7 @@ from relax_cli.checks.algorithm_checks import algorithm_problems, algorithm_warn
 from relax_cli.checks.data_checks import data_needs, data_problems, data_warnings
 from relax_cli.checks.file_checks import file_needs, file_problems
 from relax_cli.checks.lengths import ENGINE_MARGIN, micro_batch_tokens
-from relax_cli.checks.placement_checks import gpu_problems, mode_problems, split_problem
+from relax_cli.checks.placement_checks import gpu_problems, lacks_gpus, mode_problems, split_problem
 from relax_cli.checks.size_checks import memory_needs, size_warnings
 from relax_cli.checks.staleness_checks import staleness_problems, staleness_warnings
 from relax_cli.cluster.placement import SIZES, local_gpus
@@ -347,13 +347,14 @@ def _machine_problems(config: RunConfig) -> Problems:
 
 def _gpus_missing(config: RunConfig) -> Problems:
     """GPUs of a plan that this machine does not have: a note, because a plan may be one for another machine."""
-    placement, here = config.placement, local_gpus()
-    if config.cluster.ray_address is not None or placement is None or placement.gpus <= here:
+    if not lacks_gpus(config):
         return []
-    several = "" if here == 1 else "s"
+    assert config.placement is not None, "it is what lacks them"
+    asked, here = config.placement.gpus, local_gpus()
+    cpu = "" if here else "; --actor-num-gpus-per-node 0 plans a run on the CPU of this machine"
     return [
-        f"{placement.gpus} GPUs, and this machine has {here or 'no'} GPU{several}: start it where they are, join them "
-        "with --ray-address, or lower --actor-num-gpus-per-node (0 is CPU)"
+        f"{asked} GPU{'s' * (asked != 1)}, and this machine has {here or 'no'} GPU{'s' * (here != 1)}: start it where "
+        f"they are, join them with --ray-address, or lower --actor-num-gpus-per-node{cpu}"
     ]
 
 

@@ -77,7 +77,7 @@ def _derive_gpus(values: dict[str, Any], given: frozenset[str], *, planning: boo
 
 def _plans_gpus(values: dict[str, Any], given: frozenset[str]) -> bool:
     """Whether a plan made on a machine without GPUs is one for a cluster that has them."""
-    if values["fully_async"] or given & {"num_gpus_per_node", "rollout_num_gpus", "actor_num_nodes"}:
+    if given & {"num_gpus_per_node", "rollout_num_gpus", "actor_num_nodes"}:
         return True
     try:
         return model_shape(read_hf_config(values["hf_checkpoint"])).parameters > LARGEST_CPU_MODEL

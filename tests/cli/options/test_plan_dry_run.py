@@ -87,18 +87,26 @@ def test_recommended_qwen3_30b_a3b(
     ("share", "stays"),
     [
         # What is not the engine's, less 6 GiB that both processes take and 6 that are left free.
-        ("0.8", "4.3 GB on a GPU of 80 GiB, 17.0 GB on a GPU of 139 GiB (all with --sglang-mem-fraction-static 0.53)"),
-        ("0.6", "21.5 GB on a GPU of 80 GiB, 46.8 GB on a GPU of 139 GiB (all with --sglang-mem-fraction-static 0.53)"),
-        ("0.5", "30.1 GB on a GPU of 80 GiB, 56.3 GB on a GPU of 139 GiB"),
+        ("0.8", ("4.3 GB", "17.0 GB", " (all of it with --sglang-mem-fraction-static 0.53)")),
+        ("0.6", ("21.5 GB", "46.8 GB", " (all of it with --sglang-mem-fraction-static 0.53)")),
+        ("0.5", ("30.1 GB", "56.3 GB", "")),
     ],
 )
 def test_what_stays_on_the_gpu_beside_the_engine(
-    workspace: Path, capsys: pytest.CaptureFixture[str], gpus: Callable[[int], None], share: str, stays: str
+    workspace: Path,
+    capsys: pytest.CaptureFixture[str],
+    gpus: Callable[[int], None],
+    share: str,
+    stays: tuple[str, str, str],
 ) -> None:
     gpus(1)
     start = ["--hf-checkpoint", "qwen3-4b", "--prompt-data", "prompts.jsonl", "--max-tokens-per-gpu", "9216"]
     text = plan([*start, "--use-dynamic-batch-size", "--sglang-mem-fraction-static", share], capsys)
-    assert row(text, "beside the engine") == f"of 56.3 GB stay about {stays}"
+    small, large, hint = stays
+    assert row(text, "kept on the GPU while engines generate") == (
+        f"of 56.3 GB about {small} on a GPU of 80 GiB, about {large} on a GPU of 139 GiB{hint}; "
+        "the rest moves to the host and back in each step"
+    )
 
 
 def facts(workspace: Path, name: str) -> ModelShape:
@@ -326,7 +334,7 @@ def test_a_plan_for_more_gpus_than_this_machine_has_says_so(
         ("--num-gpus-per-node 8 --rollout-batch-size 100000000", "at 50,000 tokens a second and GPU this takes"),
         (
             "--use-dynamic-batch-size --max-tokens-per-gpu 2000000000",
-            "the activations of a micro-batch of --max-tokens",
+            "use GPUs, or a smaller model, or lower --max-tokens-per-gpu, or add --recompute-granularity full",
         ),
     ],
 )
@@ -364,6 +372,8 @@ def test_models_that_no_gpu_holds_are_warned_of(workspace: Path, model: list[str
 # ---------------------------------------------------------------------- sums of memory
 
 
+PARALLEL = "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 FIXED = "weights, gradients, optimizer"
 
 
@@ -401,8 +411,18 @@ def test_trainer_and_engine_of_their_own_gpus_are_added_up_apart(
 ) -> None:
     words = ["--hf-checkpoint", "qwen3-30b-a3b", "--prompt-data", "prompts.jsonl", *QWEN3_30B_16_GPUS.split()]
     text = plan([*words, "--rollout-max-context-len", "8192"], capsys)
-    fixed, buckets, total = gigabytes(row(text, "in all in a push of weights"))
+    fixed, buckets, total = gigabytes(row(text, "trainer: in all in a push of weights"))
     assert total == pytest.approx(fixed + buckets, abs=0.2), "the engine is elsewhere"
+    names = [line.strip().partition("  ")[0] for line in after(text, "Memory of one GPU")]
+    sums = [name for name in names if "in all" in name]
+    assert sums == [
+        "trainer: in all while it trains",
+        "trainer: in all in a push of weights",
+        "engine: in all while it generates, at least",
+        "in all on the host, 8 ranks a node",
+    ]
+    whose = [name.partition(":")[0] for name in names if name.startswith(("trainer", "engine"))]
+    assert whose == sorted(whose, reverse=True), "first all of the trainer, then all of the engine"
     optimizer = gigabytes(row(text, "trainer: optimizer on the host"))[0]
     assert gigabytes(row(text, "in all on the host, 8 ranks a node")) == [pytest.approx(8 * optimizer, abs=0.5)]
     # Without --max-tokens-per-gpu a micro-batch has --micro-batch-size samples of the greatest length.
@@ -432,7 +452,10 @@ def test_a_gpu_that_is_too_small_is_an_error_of_a_start_and_a_note_of_a_plan(
     found = resolve([*words, "--dry-run"], {})
     (push,) = [note for note in found.notes if note.startswith("memory ")]
     assert push.startswith("memory in a push of weights: 18.1 GB weights, gradients, optimizer + 8.0 GB the engine's")
-    assert "a GPU of this machine has 24.0 GB: lower --update-weight-buffer-size" in push
+    ways = push.partition("a GPU of this machine has 24.0 GB: ")[2]
+    assert ways == (f"{PARALLEL}, or add --optimizer-cpu-offload, or raise --rollout-num-gpus-per-engine"), (
+        "the buckets hold one tensor each already"
+    )
     assert not [w for w in found.warnings if w.startswith("memory ")], "said once"
     with pytest.raises(ConfigError, match="memory in a push of weights"):
         resolve(words, {})
@@ -445,6 +468,82 @@ def test_a_gpu_that_is_too_small_is_an_error_of_a_start_and_a_note_of_a_plan(
     (train,) = [w for w in found.warnings if w.startswith("memory ")]
     assert train.startswith("memory while it trains: ")
     assert "--recompute-granularity full" in train
+
+
+def test_a_window_that_no_gpu_holds_hides_no_sum(
+    workspace: Path, capsys: pytest.CaptureFixture[str], gpus: Callable[..., None]
+) -> None:
+    """A model that could hold 4 million tokens trains short samples as well as another one."""
+    path = workspace / "qwen3-4b" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 4_000_000}))
+    gpus(1, memory=80e9)
+    words = ["--hf-checkpoint", "qwen3-4b", "--prompt-data", "prompts.jsonl"]
+    found = resolve([*words, "--dry-run"], {})
+    assert not [w for w in found.warnings if "KV cache" in w]
+    (push,) = [note for note in found.notes if note.startswith("memory ")]
+    assert push.startswith("memory in a push of weights: 72.4 GB weights, gradients, optimizer + 8.0 GB the engine's")
+    long = row(plan(words, capsys), "in all while it generates, at least")
+    assert " GB (for the longest sample that is possible; --rollout-max-context-len sets less) of the 64.0 GB" in long
+    # What a rollout of years is warned of hides them neither.
+    gpus(8, memory=60e9)
+    both = [*words, "--dry-run", "--rollout-max-context-len", "30000", "--rollout-batch-size", "100000000"]
+    kinds = [w.partition(":")[0] for w in resolve(both, {}).warnings if "days" in w or w.startswith("memory ")]
+    assert kinds[0].startswith("a rollout has 100,000,000 samples")
+    assert kinds[1:] == ["memory while it trains"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "words", "moment", "ways"),
+    [
+        # 30.2 GB are there whatever a micro-batch has.
+        (28e9, "--max-tokens-per-gpu 2000", "while it trains", f"{PARALLEL}, or add --optimizer-cpu-offload"),
+        (
+            28e9,
+            "--max-tokens-per-gpu 9216",
+            "while it trains",
+            f"lower --max-tokens-per-gpu, or add {FULL}; and {PARALLEL}, or add --optimizer-cpu-offload",
+        ),
+        (
+            50e9,
+            "--max-tokens-per-gpu 9216",
+            "while it trains",
+            f"lower --max-tokens-per-gpu, or add {FULL}, or {PARALLEL}, or add --optimizer-cpu-offload",
+        ),
+        (
+            28e9,
+            f"--max-tokens-per-gpu 90216 --optimizer-cpu-offload {FULL}",
+            "while it trains",
+            "lower --max-tokens-per-gpu",
+        ),
+        # 8.0 GB of weights and 4.4 GB of keys and values.
+        (
+            40e9,
+            "--max-tokens-per-gpu 30000 --rollout-max-context-len 30000 --sglang-mem-fraction-static 0.3",
+            "while it generates, at least",
+            "raise --sglang-mem-fraction-static, or lower --rollout-max-context-len, or raise "
+            "--rollout-num-gpus-per-engine",
+        ),
+        (8.3e9, "--max-tokens-per-gpu 2000", "while it generates, at least", "raise --rollout-num-gpus-per-engine"),
+    ],
+)
+def test_what_is_advised_can_help(
+    workspace: Path, gpus: Callable[..., None], memory: float, words: str, moment: str, ways: str
+) -> None:
+    gpus(16, memory=memory)
+    split = "--fully-async --actor-num-gpus-per-node 8 --rollout-num-gpus 8 --use-dynamic-batch-size"
+    base = ["--hf-checkpoint", "qwen3-4b", "--prompt-data", "prompts.jsonl", "--dry-run", *split.split()]
+    found = resolve([*base, *words.split()], {})
+    whose = "engine" if "generates" in moment else "trainer"
+    (told,) = {m for m in (*found.warnings, *found.notes) if m.startswith(f"memory of a GPU of the {whose} {moment}:")}
+    assert re.search(r" has [\d.]+ GB: (.*)", told)[1] == ways  # type: ignore[index]
+
+
+def test_a_single_gpu_is_told_to_get_others(workspace: Path, gpus: Callable[..., None]) -> None:
+    gpus(1, memory=80e9)
+    words = ["--hf-checkpoint", "qwen3-4b", "--prompt-data", "prompts.jsonl", "--dry-run"]
+    (push,) = [note for note in resolve(words, {}).notes if note.startswith("memory ")]
+    assert "with more GPUs that train (--actor-num-gpus-per-node, --actor-num-nodes)" in push
+    assert "raise --rollout-num-gpus-per-engine and --actor-num-gpus-per-node" in push
 
 
 def test_a_cache_for_the_longest_sample_is_asked_for_when_the_options_name_its_length(

@@ -18,8 +18,10 @@ from relax_cli.config.run_config import RunConfig
 
 LARGEST_GPU = 288e9
 """Bytes of memory of the largest GPU that is sold (NVIDIA B300, AMD MI355X)."""
-ACTIVATIONS, CACHE = "activations", "KV cache of one longest sample"
-"""Parts of a moment that are estimated, or that the length of a sample may keep smaller."""
+
+LARGEST_SHARE = 0.95
+"""Of a GPU that an engine can have; the rest are CUDA, graphs and activations."""
+RECOMPUTE_ALL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 LIBRARIES = {"run": 1.2e9, "rank": 0.6e9, "engine": 1.3e9}
 """Bytes of the imports on CPU: Ray with driver and rollout worker, a rank, an engine; measured, shared pages once."""
@@ -43,32 +45,51 @@ class Room:
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """What is in a memory beside others.
+
+    Attributes:
+        name: of it.
+        size: bytes.
+        smaller: ways to make it smaller, in words.
+        certain: it is no estimate, and no length of a sample may keep it smaller.
+    """
+
+    name: str
+    size: float
+    smaller: tuple[str, ...] = ()
+    certain: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class Moment:
     """What is in one memory at one moment.
 
     Attributes:
         name: of the moment.
-        parts: what is in it, with bytes.
+        parts: what is in it.
         room: what it has to fit into.
-        fix: what to change when it does not.
         likely: it can be as much as that: no length of a sample is taken from what the model could hold.
+        whose: ``trainer`` or ``engine`` where each has GPUs of its own.
+        larger: ways to make the room larger, in words.
     """
 
     name: str
-    parts: tuple[tuple[str, float], ...]
+    parts: tuple[Part, ...]
     room: Room
-    fix: str
     likely: bool = True
+    whose: str = ""
+    larger: tuple[str, ...] = ()
 
     @property
     def total(self) -> float:
         """Bytes of all parts."""
-        return sum(size for _, size in self.parts)
+        return sum(part.size for part in self.parts)
 
     @property
     def certain(self) -> float:
         """Bytes of the parts that are no estimates."""
-        return sum(size for name, size in self.parts if name not in (ACTIVATIONS, CACHE))
+        return sum(part.size for part in self.parts if part.certain)
 
     @property
     def over(self) -> float:
@@ -78,14 +99,30 @@ class Moment:
     @property
     def excess(self) -> str:
         """What to say when it does not fit."""
-        return f"memory {self.name}: {self.sum_shown}, and {self.room.owner} has {shown(self.room.size)}: {self.fix}"
+        whose = f"of a GPU of the {self.whose} " if self.whose else ""
+        room = f"{self.room.owner} has {shown(self.room.size)}"
+        return f"memory {whose}{self.name}: {self.sum_shown}, and {room}: {self.fix}"
+
+    @property
+    def fix(self) -> str:
+        """What to change when it does not fit: one part that may become small enough, else all that have to."""
+        parts = [part for part in self.parts if part.smaller and part.size and (part.certain or self.likely)]
+        parts.sort(key=lambda part: part.certain)
+        has_to = [part for part in parts if part.size > self.room.size]
+        may = [part for part in parts if part.size >= self.over]
+        if has_to or not may:
+            both = "; and ".join(", or ".join(part.smaller) for part in has_to or parts)
+            return ", or ".join(filter(None, [*self.larger, both]))
+        return ", or ".join(dict.fromkeys([*self.larger, *(way for part in may for way in part.smaller)]))
 
     @property
     def sum_shown(self) -> str:
         """The sum in words: ``6.0 GB weights + 2.0 GB activations = 8.0 GB``."""
-        parts = [(name, size) for name, size in self.parts if size]
-        terms = " + ".join(f"{shown(size)} {name}" for name, size in parts)
-        return terms if len(parts) == 1 else f"{terms} = {shown(self.total)}"
+        parts = [part for part in self.parts if part.size]
+        terms = " + ".join(f"{shown(part.size)} {part.name}" for part in parts)
+        longest = any(not part.certain for part in parts) and not self.likely
+        most = " (for the longest sample that is possible; --rollout-max-context-len sets less)" if longest else ""
+        return (terms if len(parts) == 1 else f"{terms} = {shown(self.total)}") + most
 
 
 def bf16(config: RunConfig) -> bool:
@@ -193,46 +230,71 @@ def _working(config: RunConfig, shape: ModelShape, placement: Placement) -> tupl
     return memory.of(tokens, chosen), logits_bytes(config, shape, placement, tokens)
 
 
-def _buckets(config: RunConfig, shape: ModelShape) -> int:
-    """Bytes of two buckets of a push, of which each has at least one whole tensor."""
-    width = weight_width(config)
+def _buckets(config: RunConfig, shape: ModelShape) -> Part:
+    """Two buckets of a push, of which each has at least one whole tensor."""
+    width, asked = weight_width(config), config.train.model.update_weight_buffer_size
     weights = [shape.embedding_weight, *(weight for kind in set(shape.kinds) for weight in shape.weights[kind])]
     largest = max(math.prod(shape.size(t.dims)) for weight in weights for t in weight.tensors) * width
-    return 2 * min(max(largest, config.train.model.update_weight_buffer_size), shape.parameters * width)
+    size = 2 * min(max(largest, asked), shape.parameters * width)
+    return Part("two buckets", size, ("lower --update-weight-buffer-size",) if asked > largest else ())
 
 
 def _on_gpus(config: RunConfig, shape: ModelShape, placement: Placement) -> list[Moment]:
     room, found = device_room(config, placement), []
     trainer, offloaded = trainer_bytes(config, shape, placement)
-    model, buckets = engine_weights(config, shape, placement) or 0, _buckets(config, shape)
-    held = ("weights, gradients, optimizer", float(trainer))
-    smaller = "raise the parallel sizes or add --optimizer-cpu-offload"
+    own = ("", "") if placement.shared else ("trainer", "engine")
+    held = Part("weights, gradients, optimizer", trainer, _smaller_trainer(config, placement))
+    model = Part("the engine's weights", engine_weights(config, shape, placement) or 0, _smaller_engine(placement))
     if _trains(config):
         kept, logits = _working(config, shape, placement)
-        working = ((ACTIVATIONS, kept), ("logits", logits))
-        fix = f"lower --max-tokens-per-gpu, set --recompute-granularity full, {smaller}"
-        likely = micro_batch(config).chosen
-        found.append(Moment("while it trains", (held, *working), room, fix, likely))
+        working = (Part("activations", kept, _smaller_activations(config), certain=False), Part("logits", logits))
+        found.append(Moment("while it trains", (held, *working), room, micro_batch(config).chosen, own[0]))
     if _trains(config) and _generates(config):
-        pushed = [
-            held,
-            *([("the engine's weights", float(model))] if placement.shared else []),
-            ("two buckets", buckets),
-        ]
-        fix = f"lower --update-weight-buffer-size, raise --rollout-num-gpus-per-engine, {smaller}"
-        found.append(Moment("in a push of weights", tuple(pushed), room, fix))
+        buckets = _buckets(config, shape)
+        pushed = (held, model, buckets) if placement.shared else (held, buckets)
+        found.append(Moment("in a push of weights", pushed, room, whose=own[0]))
     if _generates(config):
-        share = config.sglang.sglang_mem_fraction_static
-        part = Room(room.size * share, f"--sglang-mem-fraction-static {share} of {room.owner}", room.known)
-        one = shape.kv_cache_bytes(weight_width(config)) * (longest_sample(config)[0] or 0)
-        parts = (
-            ("the engine's weights", float(model)),
-            (CACHE, one / placement.gpus_per_engine),
-        )
-        fix = "raise --rollout-num-gpus-per-engine or the fraction, or lower --rollout-max-context-len"
-        likely = config.rollout.rollout_max_context_len is not None
-        found.append(Moment("while it generates, at least", parts, part, fix, likely))
+        found.append(_generating(config, shape, placement, model, own[1]))
     return [*found, *_on_host(config, shape, placement, offloaded)]
+
+
+def _generating(config: RunConfig, shape: ModelShape, placement: Placement, model: Part, whose: str) -> Moment:
+    """Weights and keys and values of one sample, in the share of a GPU that the engine has."""
+    room, share = device_room(config, placement), config.sglang.sglang_mem_fraction_static
+    part = Room(room.size * share, f"--sglang-mem-fraction-static {share} of {room.owner}", room.known)
+    one = shape.kv_cache_bytes(weight_width(config)) * (longest_sample(config)[0] or 0) / placement.gpus_per_engine
+    shorter = ("lower --rollout-max-context-len", *model.smaller)
+    cache = Part("KV cache of one longest sample", one, shorter, certain=False)
+    likely = config.rollout.rollout_max_context_len is not None
+    needed = (model.size + one if likely else model.size) / room.size
+    larger = ("raise --sglang-mem-fraction-static",) if needed < LARGEST_SHARE else ()
+    return Moment("while it generates, at least", (model, cache), part, likely, whose, larger)
+
+
+def _smaller_trainer(config: RunConfig, placement: Placement) -> tuple[str, ...]:
+    """What makes weights, gradients and optimizer of a rank smaller."""
+    sizes = "--tensor-model-parallel-size or --pipeline-model-parallel-size"
+    if placement.dp == 1:
+        sizes += ", with more GPUs that train (--actor-num-gpus-per-node, --actor-num-nodes)"
+    offload = config.train.parallel.optimizer_cpu_offload
+    return (f"raise {sizes}", *(() if offload else ("add --optimizer-cpu-offload",)))
+
+
+def _smaller_engine(placement: Placement) -> tuple[str]:
+    """What makes an engine's weights on one GPU smaller: more GPUs an engine, which a single one does not find yet."""
+    more = "--actor-num-gpus-per-node" if placement.shared else "--rollout-num-gpus"
+    return ("raise --rollout-num-gpus-per-engine" + (f" and {more}" if placement.engines == 1 else ""),)
+
+
+def _smaller_activations(config: RunConfig) -> tuple[str, ...]:
+    """What makes the activations of a micro-batch smaller."""
+    batch, found = config.train.batch, "lower --rollout-max-context-len"
+    if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is not None:
+        found = "lower --max-tokens-per-gpu"
+    elif batch.micro_batch_size > 1:
+        found = "lower --micro-batch-size"
+    full = config.train.parallel.recompute_granularity == "full"
+    return (found, *(() if full else (f"add {RECOMPUTE_ALL}",)))
 
 
 def _on_host(config: RunConfig, shape: ModelShape, placement: Placement, offloaded: int) -> list[Moment]:
@@ -240,17 +302,21 @@ def _on_host(config: RunConfig, shape: ModelShape, placement: Placement, offload
     if not _trains(config):
         return []
     ranks = placement.train_ranks // max(1, config.cluster.actor_num_nodes)
-    parallel, parts = config.train.parallel, [("optimizer", float(offloaded * ranks))]
+    offload = config.train.parallel.optimizer_cpu_offload
+    copies = ("raise --tensor-model-parallel-size, for fewer copies of the weights",) if placement.dp > 1 else ()
+    # On GPUs that are shared it comes to the host in any case, while engines generate.
+    parts = [Part("optimizer", offloaded * ranks, () if placement.shared else ("leave out --optimizer-cpu-offload",))]
     if placement.shared and _generates(config):
-        asleep = shape.sleeping_bytes(placement, bf16=bf16(config), offload=parallel.optimizer_cpu_offload)
-        parts.append(("what sleeps while engines generate", float(asleep * ranks)))
+        asleep = shape.sleeping_bytes(placement, bf16=bf16(config), offload=offload)
+        parts.append(Part("what sleeps while engines generate", asleep * ranks, copies))
     if config.train.algorithm.needs_reference:
         own = sum(shape.parameters_per_rank(placement)) * weight_width(config)
-        parts.append(("reference model", float(own * ranks)))
+        parts.append(Part("reference model", own * ranks, copies))
     here = config.cluster.ray_address is None and gpu_memory() is not None
     room = Room(machine_memory(), "this machine", known=True) if here else Room(math.inf, "a node", known=False)
-    fix = "use nodes with more memory, or raise the parallel sizes"
-    return [Moment(f"on the host, {ranks} rank{'s' * (ranks > 1)} a node", tuple(parts), room, fix)]
+    name = f"on the host, {ranks} rank{'s' * (ranks > 1)} a node"
+    larger = ("use nodes with more memory", "more of them (--actor-num-nodes)")
+    return [Moment(name, tuple(parts), room, larger=larger)]
 
 
 def _on_cpu(config: RunConfig, shape: ModelShape, placement: Placement) -> list[Moment]:
@@ -258,23 +324,25 @@ def _on_cpu(config: RunConfig, shape: ModelShape, placement: Placement) -> list[
     ranks = placement.train_ranks // placement.nodes if _trains(config) else 0
     engines = placement.engines // placement.nodes if _generates(config) else 0
     libraries = LIBRARIES["run"] + ranks * LIBRARIES["rank"] + engines * LIBRARIES["engine"]
-    parts: list[tuple[str, float]] = [("libraries", libraries)]
+    parts = [Part("libraries", libraries)]
     if _trains(config):
         kept, logits = _working(config, shape, placement)
         own = trainer_bytes(config, shape, placement)[0]
-        parts += [("weights, gradients, optimizer", float(own * ranks)), (ACTIVATIONS, kept * ranks)]
-        parts.append(("logits", logits * ranks))
+        parts.append(Part("weights, gradients, optimizer", own * ranks))
+        parts.append(Part("activations", kept * ranks, _smaller_activations(config), certain=False))
+        parts.append(Part("logits", logits * ranks))
     if _generates(config):
         asked = str(config.sglang.sglang_extra.get("max_total_tokens", ""))
         tokens = int(asked) if asked.isdecimal() else cpu.OPTIONS["max-total-tokens"]
         cache = shape.kv_cache_bytes(weight_width(config)) * tokens
-        parts.append(("the engine's weights", float(engines * (engine_weights(config, shape, placement) or 0))))
-        parts.append((f"KV cache of {tokens} tokens", float(engines * cache)))
+        parts.append(Part("the engine's weights", engines * (engine_weights(config, shape, placement) or 0)))
+        fewer = ("lower --sglang-max-total-tokens",)
+        parts.append(Part(f"KV cache of {tokens} tokens", engines * cache, fewer))
     if _trains(config) and _generates(config):
-        parts.append(("two buckets", float(_buckets(config, shape))))
-    fix = "use GPUs, or lower --max-tokens-per-gpu"
+        parts.append(_buckets(config, shape))
     likely = not _trains(config) or micro_batch(config).chosen
-    return [Moment("on this machine", tuple(parts), device_room(config, placement), fix, likely)]
+    larger = ("use GPUs", "a smaller model")
+    return [Moment("on this machine", tuple(parts), device_room(config, placement), likely, larger=larger)]
 
 
 def shown(n_bytes: float) -> str:

@@ -1,6 +1,7 @@
 """`relax train --dry-run`: what a start would do, worked out from the options and the model's `config.json` alone."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -294,12 +295,12 @@ def _memory(config: RunConfig, shape: ModelShape) -> Rows:
     placement = config.placement
     if placement is None:
         return []
-    rows: Rows = []
+    sums, rows = _sums(config, shape, placement), Rows()
     if not config.debug.debug_rollout_only:
-        rows += _trainer_memory(config, shape, placement)
+        rows += _trainer_memory(config, shape, placement) + sums.pop("trainer", [])
     if not config.debug.debug_train_only:
-        rows += _engine_memory(config, shape, placement)
-    return rows + _sums(config, shape, placement)
+        rows += _engine_memory(config, shape, placement) + sums.pop("engine", [])
+    return rows + sums.get("", [])
 
 
 def _trainer_memory(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows:
@@ -325,9 +326,12 @@ def _staying(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows
     for gib in GPU_GIB:
         stays = min(kept, expected_room(gib * GIB, share))
         most = math.floor(100 * share_for(gib * GIB, kept)) / 100
-        hint = f" (all with --sglang-mem-fraction-static {most:.2f})" if stays < kept and most >= LEAST_SHARE else ""
-        found.append(f"{shown(stays)} on a GPU of {gib} GiB{hint}")
-    return [("  beside the engine", f"of {shown(kept)} stay about " + ", ".join(found))]
+        hint = (
+            f" (all of it with --sglang-mem-fraction-static {most:.2f})" if kept > stays and most >= LEAST_SHARE else ""
+        )
+        found.append(f"about {shown(stays)} on a GPU of {gib} GiB{hint}")
+    told = f"of {shown(kept)} {', '.join(found)}; the rest moves to the host and back in each step"
+    return [("  kept on the GPU while engines generate", told)]
 
 
 def _activation_memory(config: RunConfig, shape: ModelShape, placement: Placement, tokens: int, why: str) -> Rows:
@@ -357,13 +361,14 @@ def _engine_memory(config: RunConfig, shape: ModelShape, placement: Placement) -
     ]
 
 
-def _sums(config: RunConfig, shape: ModelShape, placement: Placement) -> Rows:
-    """What is in a memory together, at each moment of a step."""
-    rows: Rows = []
+def _sums(config: RunConfig, shape: ModelShape, placement: Placement) -> dict[str, Rows]:
+    """What is in a memory together, at each moment of a step, by whose it is."""
+    found: dict[str, Rows] = defaultdict(list)
     for moment in moments(config, shape, placement):
         room = f" of the {shown(moment.room.size)} of {moment.room.owner}" if moment.room.known else ""
-        rows.append((f"in all {moment.name}", moment.sum_shown + room))
-    return rows
+        whose = f"{moment.whose}: " if moment.whose else ""
+        found[moment.whose].append((f"{whose}in all {moment.name}", moment.sum_shown + room))
+    return found
 
 
 def _files(config: RunConfig) -> Rows:

@@ -418,12 +418,17 @@ def test_an_example_that_was_not_prepared_names_the_command(
         (folder / file.name).write_text(file.read_text())
     for where, place in ((clone, f"examples/{example}/"), (tmp_path, f"{folder}/")):
         monkeypatch.chdir(where)
-        first = problems("--dry-run", "--config", str(folder / "train.toml"))[0]
-        assert first == (
+        # The advice of the other checks, to download a model, would not help.
+        (only,) = problems("--dry-run", "--config", str(folder / "train.toml"))
+        assert only == (
             "--hf-checkpoint and --prompt-data and --eval-prompt-data: not made yet; a script beside train.toml makes "
             f"what is missing: {command.format(place)}"
         )
     # What is missing elsewhere is not made by that script.
+    (hint, other) = problems("--config", str(folder / "train.toml"), "--hf-checkpoint", "nowhere")
+    assert hint.startswith("--prompt-data and --eval-prompt-data: not made yet")
+    assert other.startswith("--hf-checkpoint: ")
+    assert "download the model first" in other
     elsewhere = ["--hf-checkpoint", "nowhere", "--prompt-data", "no.jsonl", "--eval-prompt-data", "a", "b.jsonl"]
     assert not [p for p in problems("--config", str(folder / "train.toml"), *elsewhere) if "not made yet" in p]
 

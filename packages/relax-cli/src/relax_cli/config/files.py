@@ -75,27 +75,39 @@ def read_file(path: Path, namespace: Namespace) -> Layer:
     return layer
 
 
-def script_hint(path: Path, given: Mapping[str, Given]) -> list[str]:
-    """One line when the model or the data of a configuration is missing in its folder, where a script makes it.
+def with_script_hint(errors: list[str], path: Path, given: Mapping[str, Given]) -> list[str]:
+    """Says of a model or data that a configuration misses in its folder which script there makes it.
+
+    That line takes the place of the errors about the same files: their advice, to download a model, would not help.
 
     The command is the one that the configuration's own comments show for the script, if they do.
 
     Args:
+        errors: of the start.
         path: of the configuration.
         given: the options of the start.
     """
     folder = path.resolve().parent
-    missing = [
-        name for name in _INPUTS if name in given and any(_is_missing(v, folder) for v in _words(given[name].value))
-    ]
+    missing = {
+        name: [v.partition("@[")[0] for v in _words(given[name].value) if _is_missing(v, folder)]
+        for name in _INPUTS
+        if name in given
+    }
+    missing = {name: places for name, places in missing.items() if places}
     scripts = sorted(script for script in folder.glob("*.py") if script.name.startswith(_MAKERS)) if missing else []
     if not scripts:
-        return []
+        return errors
     commands = " and ".join(_command(script, path) for script in scripts)
-    return [
+    hint = (
         f"{' and '.join(flag(name) for name in missing)}: not made yet; a script beside {path.name} makes what is "
         f"missing: {commands}"
+    )
+    others = [
+        error
+        for error in errors
+        if not any(error.startswith(flag(name)) and place in error for name in missing for place in missing[name])
     ]
+    return [hint, *others]
 
 
 def _words(value: Any) -> list[str]:

@@ -72,8 +72,9 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Run
             errors += needed
     if errors:
         file = given.get("config")
-        hint = files.script_hint(Path(file.value), given) if complete and file and file.value is not UNSET else []
-        raise ConfigError(list(dict.fromkeys([*hint, *errors])))
+        if complete and file and file.value is not UNSET:
+            errors = files.with_script_hint(errors, Path(file.value), given)
+        raise ConfigError(list(dict.fromkeys(errors)))
     return dataclasses.replace(config, warnings=(*switched, *warnings_of(config)))
 
 

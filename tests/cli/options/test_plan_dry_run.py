@@ -160,6 +160,12 @@ def placement(**sizes: Any) -> Placement:
     return Placement(device="cuda", engines=1, gpus_per_engine=1, shared=True, **{**default, **sizes})
 
 
+def test_a_layout_in_words_names_the_experts_where_they_are_divided() -> None:
+    assert placement(tp=2, pp=2, etp=2, train_ranks=8).layout == "TP 2 x PP 2 x CP 1 x DP 2"
+    divided = placement(tp=2, ep=4, etp=1, train_ranks=8)
+    assert divided.layout == "TP 2 x PP 1 x CP 1 x DP 4, experts: EP 4 x ETP 1 x DP 2"
+
+
 def test_training_memory_by_hand(workspace: Path) -> None:
     model = facts(workspace, "qwen3-4b")
     n = model.parameters

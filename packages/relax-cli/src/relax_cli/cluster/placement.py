@@ -69,6 +69,13 @@ class Placement:
         rollout = self.engines * self.gpus_per_engine
         return max(self.train_ranks, rollout) if self.shared else self.train_ranks + rollout
 
+    @property
+    def layout(self) -> str:
+        """The parallel sizes in words, those of the experts too where these are divided."""
+        text = f"TP {self.tp} x PP {self.pp} x CP {self.cp} x DP {self.dp}"
+        experts = f", experts: EP {self.ep} x ETP {self.etp} x DP {self.expert_dp}"
+        return text + (experts if self.ep > 1 else "")
+
     def rank_tag(self, rank: int) -> dict[str, int]:
         """Global, data, tensor and pipeline parallel rank, in Megatron's default order (tp, cp, dp, pp)."""
         return {

@@ -130,9 +130,7 @@ class TrainActor:
             host=self._host,
         )
         self._trainer.setup()
-        sizes = self._trainer.parallel
-        layout = f"TP {sizes.tp_size} x PP {sizes.pp_size} x CP {sizes.cp_size} x DP {sizes.dp_size}"
-        return TrainerFacts(self._trainer.parameter_count, layout)
+        return TrainerFacts(self._trainer.parameter_count, self._placement.layout)
 
     @property
     def _placement(self) -> "Placement":

@@ -114,6 +114,54 @@ def test_shares_of_trainer_and_engines(write: Write) -> None:
     assert "engine0: busy 70.0%   idle 20.0%   paused 10.0%   20.0 requests while busy" in text
 
 
+def turns(step: int, trains: float, before: str) -> dict[str, Any]:
+    """A step that waits 4 s for its samples and then trains; the engine's time is that from the samples before."""
+    text = line(step, [("wait_for_rollout", 4), ("train_step", trains)], {})
+    states = {"busy": 4.0, "idle": 0.0, "paused": 0.0}
+    states[before] += 6.0
+    intervals = [[before, -6, 0], ["busy", 0, 4]]
+    text["engines"] = {"engine0": {"seconds": states, "running": {"busy": 20.0}, "intervals": intervals}}
+    return text | {"end": 4.0 + trains, "seconds": 4.0 + trains}
+
+
+def test_all_shares_are_of_the_same_time(write: Write) -> None:
+    # While step 0 trained the engine had nothing to do, and of the time after the last samples nobody knows of it.
+    folder = write(
+        turns(0, 6, "idle"), turns(1, 6, "idle"), *(turns(i, 6, "busy") for i in (2, 3)), turns(4, 96, "busy")
+    )
+    report = relax_profiling.analyze(folder)
+    (timeline,) = report.timelines
+    assert timeline.window == [(1_790_000_014.0, 1_790_000_044.0)]
+    assert timeline.trainer == pytest.approx({"train_step": 0.6, "wait_for_rollout": 0.4, "other": 0.0})
+    assert (timeline.engines["engine0"].busy, timeline.engines["engine0"].idle) == (1.0, 0.0)
+    told = "shares of the 30.0 s from the samples of step 1 to those of step 4"
+    assert told in to_text(report)
+    assert told in to_html(report)
+
+
+def test_of_the_only_step_behind_the_first_the_round_up_to_its_samples_counts(write: Write) -> None:
+    report = relax_profiling.analyze(write(turns(0, 6, "idle"), turns(1, 96, "idle")))
+    (timeline,) = report.timelines
+    assert timeline.trainer == pytest.approx({"train_step": 0.6, "wait_for_rollout": 0.4, "other": 0.0})
+    assert timeline.engines["engine0"].idle == pytest.approx(0.6)
+    assert "shares of the 10.0 s up to the samples of step 1" in to_text(report)
+
+
+def test_of_a_single_step_the_trainer_is_shown_whole(write: Write) -> None:
+    report = relax_profiling.analyze(write(turns(0, 6, "idle")))
+    assert report.timelines[0].trainer == pytest.approx({"train_step": 0.6, "wait_for_rollout": 0.4, "other": 0.0})
+    assert "shares of step 0, of the engines up to its samples" in to_text(report)
+    alone = [line(i, [("train_step", 5)], {}) for i in range(3)]
+    assert "shares of steps 1 to 2\n" in to_text(relax_profiling.analyze(write(*alone)))
+
+
+def test_the_time_between_two_launches_is_in_no_share(write: Write) -> None:
+    later = [text | {"start": text["start"] + 3600} for text in (turns(3, 6, "busy"), turns(4, 6, "busy"))]
+    (timeline,) = relax_profiling.analyze(write(*(turns(i, 6, "busy") for i in range(3)), *later)).timelines
+    assert sum(end - begin for begin, end in timeline.window) == pytest.approx(30)
+    assert timeline.trainer["wait_for_rollout"] == pytest.approx(0.4)
+
+
 def test_with_colocate_the_trainers_turn_is_not_idle_time(write: Write) -> None:
     """The engine's time runs from the end of one rollout to that of the next: it begins before the step."""
     turn = line(1, [("save", 1), ("generate", 5), ("train_step", 4)], {}, mode="colocate")

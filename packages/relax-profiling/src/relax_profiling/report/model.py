@@ -120,6 +120,7 @@ class Report:
                 "file": timeline.file,
                 "steps": len(timeline.steps),
                 "judged": [timeline.judged[0].step, timeline.judged[-1].step],
+                "window": timeline.window,
                 "trainer": timeline.trainer,
                 "engines": {name: dataclasses.asdict(shares) for name, shares in timeline.engines.items()},
             }

@@ -1,4 +1,4 @@
-"""The timeline of a run as HTML: a row for the trainer and each engine over the wall clock, and shares of all steps."""
+"""The timeline of a run as HTML: a row for the trainer and each engine over the wall clock, and and shares."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -39,7 +39,7 @@ def draw(timeline: Timeline) -> str:
     parts = [
         f'<div class="card"><h3>Trainer and engines</h3><div class="file">{text(timeline.file)}</div>',
         f"<p>{text(facts)}</p>",
-        _shares(timeline),
+        f'<p class="soft">shares of {text(timeline.window_in_words)}</p>{_shares(timeline)}',
     ]
     if len(timeline.steps) > 2:
         parts.append(f'<p class="soft">all steps: what the trainer did with each</p>{_overview(timeline.steps)}')

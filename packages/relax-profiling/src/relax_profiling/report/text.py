@@ -87,6 +87,7 @@ def computation(t: TraceReport) -> list[str]:
 def _timeline(t: Timeline) -> list[str]:
     judged, setup = t.judged, t.setup
     lines = [f"  {setup.flag}, steps {judged[0].step} to {judged[-1].step}  {t.file}"]
+    lines.append(f"    shares of {t.window_in_words}")
     shares = "   ".join(f"{name} {share:.1%}" for name, share in t.trainer.items() if share >= 0.001)
     lines.append(f"    trainer, {t.seconds / len(judged):.2f} s a step: {shares}")
     for name, e in t.engines.items():

@@ -1,4 +1,4 @@
-"""Who worked, waited and was paused: shares of the steps of a run, for the trainer and for each engine."""
+"""Who worked, waited and was paused: shares of one stretch of time, for the trainer and for each engine."""
 
 import dataclasses
 import functools
@@ -11,8 +11,6 @@ WAITS = ("wait_for_rollout", "wait_for_eval", "pause")
 """Phases in which a trainer beside the engines waits; ``async/trainer_idle_share`` is their share."""
 PUSH = ("weight_update", "resume", "sleep_wake")
 """Phases in which weights travel, or engines and trainer change places on their GPUs."""
-OUTSIDE = ("eval",)
-"""Phases that lie between two steps and are not among their seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,23 +67,59 @@ class Timeline:
         """Mean seconds a step in the phases of these names."""
         return math.fsum(step.spent(*phases) for step in self.judged) / len(self.judged)
 
+    @property
+    def _counted(self) -> list[Step]:
+        """The lines whose engines count. What a line says of them begins with the samples of the step before."""
+        return self.judged[1:] or self.judged
+
+    @functools.cached_property
+    def window(self) -> list[Interval]:
+        """The time that all shares are of, seconds since the epoch: one interval, or one for each launch.
+
+        It goes from the samples of the first judged step to those of the last one: a whole number of rounds, of which
+        both the trainer and the engines are known. Of the first step of a run, or without engines, it is the steps.
+        """
+        found = []
+        for step in self._counted:
+            times = [t for engine in step.engines.values() for _, *ends in engine.intervals for t in ends]
+            if not times or step is self.steps[0]:
+                return union((step.start, step.start + step.end) for step in self.judged)
+            found.append((step.start + min(times), step.start + max(times)))
+        return union(found)
+
+    @property
+    def window_in_words(self) -> str:
+        """What :attr:`window` is, for people."""
+        first, last = self.judged[0], self.judged[-1]
+        if self._counted[-1] is self.steps[0] or not last.engines:
+            steps = f"step {last.step}" if first is last else f"steps {first.step} to {last.step}"
+            return steps + (", of the engines up to its samples" if last.engines else "")
+        if first is last:
+            return f"the {total(self.window):.1f} s up to the samples of step {last.step}"
+        return f"the {total(self.window):.1f} s from the samples of step {first.step} to those of step {last.step}"
+
     @functools.cached_property
     def trainer(self) -> dict[str, float]:
-        """Share of the steps by phase of the driver, the largest first; what is in no phase is ``other``."""
-        names = dict.fromkeys(name for step in self.judged for name, _, _ in step.phases if name not in OUTSIDE)
-        shares = {name: math.fsum(step.spent(name) for step in self.judged) / self.seconds for name in names}
+        """Share of the window by phase of the driver, the largest first; what is in no phase is ``other``."""
+        phases: dict[str, list[Interval]] = {}
+        for step in self.steps:
+            for name, begin, end in step.phases:
+                phases.setdefault(name, []).append((step.start + begin, step.start + end))
+        whole = total(self.window) or 1.0
+        shares = {name: total(intersection(union(times), self.window)) / whole for name, times in phases.items()}
+        shares = {name: share for name, share in shares.items() if share}
         shares["other"] = max(0.0, 1.0 - math.fsum(shares.values()))
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     @property
     def trainer_waits(self) -> float:
-        """Share of the steps in which the trainer waited, of a run with ``--fully-async``."""
+        """Share of the window in which the trainer waited, of a run with ``--fully-async``."""
         return math.fsum(self.trainer.get(name, 0.0) for name in WAITS)
 
     @functools.cached_property
     def engines(self) -> dict[str, EngineShares]:
         """The shares of each engine by its name."""
-        names = dict.fromkeys(name for step in self.judged for name in step.engines)
+        names = dict.fromkeys(name for step in self._counted for name in step.engines)
         return {name: self._engine(name) for name in names}
 
     @property
@@ -95,7 +129,7 @@ class Timeline:
         return EngineShares(*(math.fsum(column) / len(found) for column in zip(*found, strict=True))) if found else None
 
     def _engine(self, name: str) -> EngineShares:
-        parts = [(step, step.engines[name]) for step in self.judged if name in step.engines]
+        parts = [(step, step.engines[name]) for step in self._counted if name in step.engines]
         seconds: dict[State, float] = {
             state: math.fsum(engine.seconds.get(state, 0.0) for _, engine in parts)
             for state in ("busy", "idle", "paused")

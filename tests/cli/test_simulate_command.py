@@ -353,6 +353,47 @@ def test_a_run_gives_all_figures_and_each_says_what_it_was_read_from(
     assert [name for name in figures if "assumed" in figures[name]["source"]] == ["prefill_rate"]
 
 
+def test_a_run_of_one_step_is_used_and_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path, gpus=1, steps=1)
+    answer = found(["--from", str(folder), *QUICK], capsys)
+    assert "The run has trained one step, in which everything warms up" in answer["remarks"][0]
+    half, rate = (answer["figures"][name] for name in ("engine_half", "engine_rate"))
+    assert half["source"] == "assumed, as of 4 B on an H200: a single rollout does not tell it; --engine-half sets it"
+    assert rate["source"] == "the run: time/generate of 1 rollout, of which it is off by 0%"
+    (told,) = refusal(["--from", str(folder), "--engine-rate", "1"], capsys)
+    assert "--engine-rate 1 is too low: an engine generated " in told
+    assert told.endswith(" tokens/s; give more than that, or leave it out")
+    write_run(tmp_path, gpus=1, steps=2)
+    assert not any("warms up" in remark for remark in found(["--from", str(folder), *QUICK], capsys)["remarks"])
+
+
+def test_a_place_that_is_no_run_says_what_to_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(place: Path) -> str:
+        (problem,) = refusal(["--from", str(place)], capsys)
+        return problem.partition(f"--from {place}: ")[2]
+
+    run = tmp_path / "runs" / "mine"
+    assert told(run) == "there is no such folder; name the folder of a run, runs/NAME"
+    run.mkdir(parents=True)
+    assert told(run) == "there is no metrics.jsonl in it; name the folder of a run, runs/NAME"
+    (run / "config.toml").touch()
+    assert told(run) == "there is no metrics.jsonl in it yet; wait until the run has logged its first step"
+    write_run(run)
+    assert told(run.parent) == f"there is no metrics.jsonl in it; name a run in it, for example {run}"
+    assert told(run / "metrics.jsonl") == f"it is a file; name the folder of a run, {run}"
+    (run / "config.toml").unlink()
+    assert told(run) == "there is no config.toml in it; name the folder of a run, runs/NAME"
+
+
+def test_what_is_missing_beside_a_rate_is_named_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    both = "\n".join(refusal(["--train-rate", "9", *LENGTHS], capsys))
+    assert "--engine-rate and --engine-half are needed: give both, or --from RUN_DIR with a run that shows it" in both
+    (one,) = refusal(["--train-rate", "9", "--engine-rate", "9", *LENGTHS], capsys)
+    assert one == "  - --engine-half is needed too: give it, or --from RUN_DIR with a run that shows it"
+    (file,) = refusal([*RATES, "--response-lengths", "nothing"], capsys)
+    assert file == "  - --response-lengths nothing: cannot be read: No such file or directory"
+
+
 def test_with_several_engines_the_fit_is_near(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The tokens are divided by the engines, which is not quite how requests fall on them."""
     answer = found(["--from", str(write_run(tmp_path, gpus=4)), "--engine-half", "40", "--num-rollout", "20"], capsys)
@@ -580,8 +621,6 @@ def test_of_a_run_of_both_modes_the_last_one_counts(tmp_path: Path, capsys: pyte
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (told,) = refusal(["--from", str(tmp_path / "nowhere")], capsys)
-    assert "there is no metrics.jsonl in it" in told
     write_run(tmp_path)
     (tmp_path / "config.toml").write_text("rollout_batch_size = [")
     (told,) = refusal(["--from", str(tmp_path)], capsys)
@@ -599,7 +638,9 @@ def test_the_constants_of_an_engine_from_its_rollouts() -> None:
     assert fit_engine(points[:1], rate=500, half=None) == pytest.approx((500, 30))
     assert fit_engine(points[:1], rate=None, half=30) == pytest.approx((500, 30))
     assert fit_engine(points, rate=1, half=2) == (1, 2)
-    with pytest.raises(TooMuchAlike, match="too much alike"):
+    with pytest.raises(TooMuchAlike, match="so much alike"):
+        fit_engine(points[:1] * 2, rate=None, half=None)
+    with pytest.raises(TooMuchAlike, match="a single rollout"):
         fit_engine(points[:1], rate=None, half=None)
     with pytest.raises(ValueError, match="--engine-rate 100 is too low"):
         fit_engine(points, rate=100, half=None)

@@ -145,21 +145,17 @@ class Figures:
         if rate and half:
             return
         if self._run is None:
-            missing = " and ".join(
-                flag(n) for n, is_there in (("engine_rate", rate), ("engine_half", half)) if not is_there
-            )
-            raise ValueError(f"{missing} needed: give both, or --from RUN_DIR with a run that shows them")
+            missing = [flag(n) for n, is_given in (("engine_rate", rate), ("engine_half", half)) if not is_given]
+            what = "is needed too: give it" if len(missing) == 1 else "are needed: give both"
+            raise ValueError(f"{' and '.join(missing)} {what}, or --from RUN_DIR with a run that shows it")
         try:
             *fitted, source = self._run.engine(rate=self._settings.engine_rate, half=self._settings.engine_half)
-        except TooMuchAlike:
+        except TooMuchAlike as error:
             self.constant_rate, *_ = self._run.engine(rate=None, half=0.0)
             prompt = self.number("prompt_length") if "prompt_length" in self.table else 0.0
             assumed = assumed_half(prompt + self._mean_length_running())
             *fitted, source = self._run.engine(rate=None, half=assumed)
-            words = (
-                "assumed, as of 4 B on an H200 with such lengths: rollouts that are so much alike do not tell it; "
-                "--engine-half sets it"
-            )
+            words = f"assumed, as of 4 B on an H200 with such lengths: {error}; --engine-half sets it"
             self.table["engine_half"] = Figure(assumed, words)
             self.assumed.append("engine_half")
         for name, value in zip(("engine_rate", "engine_half"), fitted, strict=True):
@@ -206,7 +202,8 @@ def _read_lengths(path: Path) -> dict[int, int]:
     try:
         words = path.expanduser().read_text(encoding="utf-8").split()
     except (OSError, ValueError) as error:
-        raise ValueError(f"--response-lengths {path}: cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"--response-lengths {path}: cannot be read: {why}") from None
     for place, word in enumerate(words, 1):
         if not word.isdecimal() or len(word) > 8 or not 1 <= int(word) <= LONGEST:
             raise ValueError(

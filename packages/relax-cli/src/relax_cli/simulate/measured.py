@@ -19,6 +19,22 @@ class TooMuchAlike(ValueError):
     """The rollouts of a run do not tell how the rate of an engine rises with the number of its requests."""
 
 
+def _folder_problem(folder: Path) -> str | None:
+    """What keeps a place from being the folder of a run with steps, and what to name instead."""
+    if folder.is_file():
+        return f"it is a file; name the folder of a run, {folder.parent if folder.name == METRICS else 'runs/NAME'}"
+    if not folder.is_dir():
+        return "there is no such folder; name the folder of a run, runs/NAME"
+    if (folder / METRICS).is_file() and (folder / "config.toml").is_file():
+        return None
+    if (folder / "config.toml").is_file():
+        return f"there is no {METRICS} in it yet; wait until the run has logged its first step"
+    missing = "config.toml" if (folder / METRICS).is_file() else METRICS
+    runs = sorted(path.parent for path in folder.glob(f"*/{METRICS}"))
+    instead = f"a run in it, for example {runs[0]}" if runs else "the folder of a run, runs/NAME"
+    return f"there is no {missing} in it; name {instead}"
+
+
 class MeasuredRun:
     """A run that has trained steps. The first one, in which everything warms up, is left out if there are others.
 
@@ -34,9 +50,8 @@ class MeasuredRun:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in (METRICS, "config.toml"):
-            if not (folder / name).is_file():
-                raise ValueError(f"--from {folder}: there is no {name} in it; name the folder of a run, runs/NAME")
+        if (problem := _folder_problem(folder)) is not None:
+            raise ValueError(f"--from {folder}: {problem}")
         layer = read_file(folder / "config.toml", namespace())
         if layer.errors:
             raise ValueError(f"--from {folder}: {layer.errors[0]}")
@@ -49,8 +64,8 @@ class MeasuredRun:
         trained = [step for step in steps if step.number("time/step") and step.number("train/total_tokens")]
         if not trained:
             raise ValueError(
-                f"--from {folder}: {METRICS} holds no step that was trained; wait for the first ones"
-                + (f". {skipped}" if skipped else "")
+                f"--from {folder}: {METRICS} holds no step that was trained; wait for the first ones, or name a run "
+                "that trains" + (f". {skipped}" if skipped else "")
             )
         used, mixed = of_last_mode(trained)
         self._is_async = bool(self._options["fully_async"])
@@ -61,7 +76,10 @@ class MeasuredRun:
                 f"{METRICS} is of {names[used[-1].is_async]}; wait for the first step of that start"
             )
         self.steps = used[1:] or used
-        self.notes = tuple(note for note in (skipped, mixed) if note)
+        first = None
+        if self.steps[0] is trained[0]:
+            first = "The run has trained one step, in which everything warms up: its figures are those of a slow one."
+        self.notes = tuple(note for note in (skipped, mixed, first) if note)
 
     def value(self, name: str) -> tuple[float, str] | None:
         """The figure of an option of ``relax simulate``, and what it was read from; None when a run has no such figure.
@@ -118,7 +136,8 @@ class MeasuredRun:
             p[2] for p in points
         )
         what = "the time with requests of" if self._is_async else "time/generate of"
-        return rate, half, f"{what} {len(points)} rollouts, of which it is off by {off:.0%}"
+        several = "s" * (len(points) > 1)
+        return rate, half, f"{what} {len(points)} rollout{several}, of which it is off by {off:.0%}"
 
     def _rollout_points(self) -> list[tuple[float, float, float]]:
         """Of each rollout of colocate, whose requests start together: see :func:`fit_engine`."""
@@ -238,7 +257,10 @@ def fit_engine(
     if half is None and rate is not None:
         half = (rate * seconds - tokens) / longest
         if half < 0:
-            raise ValueError(f"--engine-rate {rate:g} is too low: an engine generated {tokens / seconds:.0f} tokens/s")
+            raise ValueError(
+                f"--engine-rate {rate:g} is too low: an engine generated {tokens / seconds:.0f} tokens/s; give more "
+                "than that, or leave it out"
+            )
     if half is not None:
         return (tokens + half * longest) / seconds if rate is None else rate, half
     # Least squares of seconds = a * tokens + b * longest.
@@ -248,4 +270,5 @@ def fit_engine(
         a, b = (ts * ll - ls * tl) / determinant, (ls * tt - ts * tl) / determinant
         if a > 0 and b >= 0:
             return 1 / a, b / a
-    raise TooMuchAlike("rollouts that are too much alike do not tell how the rate of an engine rises")
+    who = "a single rollout does" if len(points) == 1 else "rollouts that are so much alike do"
+    raise TooMuchAlike(f"{who} not tell it")

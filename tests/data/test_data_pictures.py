@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,27 @@ def test_a_picture_that_changed_since_a_checkpoint_is_told(folder: Path, pool: P
     change("one.png")
     with pytest.raises(DataError, match=r"jsonl:1: a picture is another than at the checkpoint: .* put it back"):
         resume()
+
+
+def test_a_picture_that_is_gone_since_a_checkpoint_is_named(folder: Path, pool: ProcessorPool) -> None:
+    """The row is left out with --skip-bad-rows, so that there is a prompt less: the message says which, and why."""
+    for name in ("stays.png", "goes.png"):
+        (folder / name).write_bytes((folder / "a.png").read_bytes())
+    far = [["<image>?", "bad.png"], *([["?"]] * 255), ["<image>?", "stays.png"], ["?"], ["<image>?", "goes.png"]]
+    source = opened(folder, pool, far, skip_bad_rows=True)
+    state = json.loads(json.dumps(source.state_dict()))
+    opened(folder, pool, far, skip_bad_rows=True).load_state_dict(state)
+    (folder / "goes.png").unlink()
+    with pytest.raises(DataError) as raised:
+        opened(folder, pool, far, skip_bad_rows=True).load_state_dict(state)
+    told = str(raised.value)
+    assert told.startswith("the checkpoint has 258 prompts an epoch, now there are 257: put the pictures back, ")
+    assert re.search(r"leaves out \S*rows\d+\.jsonl:259: .*goes\.png", told)
+    assert "bad.png" not in told, "that row was left out then too"
+    (folder / "goes.png").write_bytes((folder / "a.png").read_bytes())
+    shorter = opened(folder, pool, far, skip_bad_rows=True, rollout_max_prompt_len=19)
+    with pytest.raises(DataError, match="--rollout-max-prompt-len, --skip-bad-rows"):
+        shorter.load_state_dict(state)
 
 
 def test_the_pool_says_how_long_rows_waited_for_it(folder: Path, pool: ProcessorPool) -> None:

@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from relax_data.errors import DataError
@@ -27,9 +29,7 @@ class PictureDigests:
         if digest is None:
             return
         file, _, line = prompt.source.rpartition(":")
-        first = (int(line) - 1) // _ROWS * _ROWS
-        name = f"{os.path.basename(file)}, rows {first + 1} to {first + _ROWS}"
-        block = self._blocks.setdefault(name, hashlib.blake2b(digest_size=8))
+        block = self._blocks.setdefault(_block(file, int(line)), hashlib.blake2b(digest_size=8))
         block.update(f"{line} ".encode() + digest.tobytes())
 
     def state(self) -> dict[str, str]:
@@ -45,7 +45,20 @@ class PictureDigests:
         Raises:
             DataError: they are not; the message names the rows.
         """
+        for name in self._changed(saved):
+            raise DataError(f"{name}: a picture of theirs {OTHER_PICTURES}")
+
+    def _changed(self, saved: dict[str, str] | None) -> list[str]:
         now = self.state()
-        for name, digest in (saved or {}).items():
-            if now.get(name) != digest:
-                raise DataError(f"{name}: a picture of theirs {OTHER_PICTURES}")
+        return [name for name, digest in (saved or {}).items() if now.get(name) != digest]
+
+    def among_changed(self, saved: dict[str, str] | None, problems: Iterable[str]) -> list[str]:
+        """Those problems, each of which begins with ``file:line``, of rows in blocks that are not as in ``saved``."""
+        changed = set(self._changed(saved))
+        places = ((problem, re.match(r"(.*?):([0-9]+): ", problem)) for problem in problems)
+        return [problem for problem, place in places if place and _block(place[1], int(place[2])) in changed]
+
+
+def _block(file: str, line: int) -> str:
+    first = (line - 1) // _ROWS * _ROWS
+    return f"{os.path.basename(file)}, rows {first + 1} to {first + _ROWS}"

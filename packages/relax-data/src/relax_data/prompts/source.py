@@ -28,6 +28,10 @@ _MOST_PICTURE_BYTES = 8 << 30
 """Most bytes of the tensors of all pictures that are kept in memory."""
 
 
+_MOST_NAMED = 5
+"""Rows that a message names."""
+
+
 class PromptSource(Protocol):
     """Gives the rollout its prompts, in an order that can be resumed."""
 
@@ -185,9 +189,14 @@ class MemoryPromptSource:
         check_same_order(state, self._settings)
         self._builder.check_rendering(state)
         if state["prompts"] != len(self._prompts):
+            gone = self._pictures.among_changed(state.get("pictures"), self.drops.unusable_rows())
             raise DataError(
                 f"the checkpoint has {state['prompts']} prompts an epoch, now there are {len(self._prompts)}: "
-                "--rollout-max-prompt-len, --skip-bad-rows, the keys or the tokenizer must be as they were"
+                + (
+                    f"put the pictures back, --skip-bad-rows leaves out {'; '.join(gone[:_MOST_NAMED])}"
+                    if gone
+                    else "--rollout-max-prompt-len, --skip-bad-rows, the keys or the tokenizer must be as they were"
+                )
             )
         self._pictures.check(state.get("pictures"))
         self._epoch, self._position, self._prompt_id = state["epoch"], state["position"], state["prompt_id"]

@@ -27,7 +27,8 @@ from relax_data.types import Messages, Prompt
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_EXAMPLES = 3
+_EXAMPLES, _KEPT = 3, 64
+"""Dropped rows that are shown for a reason, and those that are remembered."""
 _LONG_TEXT = 100_000
 """Characters from which on it is worth asking whether a text must be tokenised at all."""
 
@@ -54,7 +55,7 @@ class Drops:
         """Counts one row. ``reason`` is the same for all rows of a kind, ``example`` names this one."""
         self.counts[reason] += 1
         examples = self._examples.setdefault(reason, [])
-        if len(examples) < _EXAMPLES:
+        if len(examples) < _KEPT:
             examples.append(example)
 
     def restore(self, counts: dict[str, int]) -> None:
@@ -69,11 +70,15 @@ class Drops:
         """Rows that ``--skip-bad-rows`` left out."""
         return self.counts[_UNUSABLE]
 
+    def unusable_rows(self) -> list[str]:
+        """What is wrong with them, the first few dozen; each begins with ``file:line``."""
+        return self._examples.get(_UNUSABLE, [])
+
     def lines(self) -> list[str]:
         """One readable line a reason; empty when nothing was dropped."""
         found = []
         for why, n in self.counts.items():
-            examples = "; ".join(self._examples.get(why, []))
+            examples = "; ".join(self._examples.get(why, [])[:_EXAMPLES])
             found.append(f"{n} rows dropped: {why}" + (f" ({examples})" if examples else ""))
         return found
 

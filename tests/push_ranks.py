@@ -108,5 +108,7 @@ def gather_and_agree(rank: int, port: int, queue: Any) -> None:
     ranks = TorchRanks([[1, 0]])
     gathered = ranks.gather(f"from {rank}")
     error = ranks.agree("rank 2 is unwell" if rank == 2 else None)
-    queue.put((rank, ranks.posts, ranks.shares_gpu, gathered, error))
+    # The engine has ranks 0 and 1: only what these say counts, and for each of them.
+    ready = [ranks.all_of_engine(rank != late) for late in (0, 1, 2)]
+    queue.put((rank, ranks.posts, ranks.shares_gpu, gathered, error, ready))
     dist.destroy_process_group()

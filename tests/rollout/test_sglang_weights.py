@@ -129,9 +129,9 @@ def test_ranks_gather_in_tensor_parallel_order_and_share_errors() -> None:
             p.kill()
             p.join()
     assert results == [
-        (0, False, True, None, "rank 2 is unwell"),
-        (1, True, True, ["from 1", "from 0"], "rank 2 is unwell"),
-        (2, False, False, None, "rank 2 is unwell"),
+        (0, False, True, None, "rank 2 is unwell", [False, False, True]),
+        (1, True, True, ["from 1", "from 0"], "rank 2 is unwell", [False, False, True]),
+        (2, False, False, None, "rank 2 is unwell", [True, True, False]),
     ]
 
 

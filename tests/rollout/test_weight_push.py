@@ -260,6 +260,9 @@ class ThreadRank:
         self._barrier.wait(DEADLINE_S)
         return items
 
+    def all_of_engine(self, ready: bool) -> bool:
+        return all(self.everyones(ready))
+
     def gather(self, item: Any) -> list[Any] | None:
         items = self.everyones(item)
         return items if self.posts else None
@@ -308,8 +311,15 @@ def test_a_rank_that_does_not_post_keeps_a_bucket_until_the_engine_has_read_it(h
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_fails_on_one_rank_reaches_all(handles: Any, failing: int) -> None:
+def test_what_fails_on_one_rank_reaches_all(monkeypatch: pytest.MonkeyPatch, handles: Any, failing: int) -> None:
     engine, memories = Holding(dies_at=-1), [Memory(), Memory()]
+    shared: list[float] = []
+
+    def share(flat: torch.Tensor) -> IpcHandle:
+        shared.append(float(flat[0]))
+        return HANDLES[0]
+
+    monkeypatch.setattr(ipc, "share", share)
 
     def buckets(rank: int) -> Iterator[Bucket]:
         for number, bucket in enumerate(memories[rank].buckets(), 1):
@@ -323,6 +333,7 @@ def test_what_fails_on_one_rank_reaches_all(handles: Any, failing: int) -> None:
     assert len({str(outcome) for outcome in outcomes}) == 1, "all ranks say the same"
     assert "the third bucket is lost" in str(outcomes[failing].__cause__)
     assert (engine.loaded, engine.outcome) == ([1, 2], [(3, False)])
+    assert sorted(shared) == [0, 0, 1, 1], "memory with a handle that the engine never opens is never freed"
     del outcomes
     assert [memory.flats for memory in memories] == [0, 0]
 

@@ -69,12 +69,15 @@ class SendHandles:
     def prepare(self, bucket: Bucket | None, ranks: Ranks) -> list[IpcHandle | None] | None:
         """The handles of all ranks of the engine, on the rank that posts; collective.
 
+        None of them shares its copy before all have one: memory with a handle that nobody opens is never freed.
+
         Raises:
             ValueError: this rank could not share its copy.
         """
         handle: IpcHandle | None = None
         failure: Exception | None = None
-        if bucket is not None and ranks.shares_gpu:
+        if ranks.shares_gpu and ranks.all_of_engine(bucket is not None):
+            assert bucket is not None, "this rank is one of them"
             try:
                 handle = share(bucket.flat)
             except Exception as error:  # the other ranks wait in gather: go there first

@@ -19,6 +19,10 @@ class Ranks(Protocol):
         """True on the rank that talks to an engine in the name of all ranks that share its GPUs."""
         ...
 
+    def all_of_engine(self, ready: bool) -> bool:
+        """Whether all ranks that share the GPUs of this rank's engine are ready; collective over these."""
+        ...
+
     def gather(self, item: T) -> list[T] | None:
         """On the rank that posts the items of all ranks of its engine, in tensor-parallel order; else None."""
         ...
@@ -37,6 +41,10 @@ class OneRank:
 
     shares_gpu = True
     posts = True
+
+    def all_of_engine(self, ready: bool) -> bool:
+        """Whether it is ready itself."""
+        return ready
 
     def gather(self, item: T) -> list[T] | None:
         """Its own item."""
@@ -87,6 +95,17 @@ class TorchRanks:
     def posts(self) -> bool:
         """True on the rank that talks to the engine."""
         return bool(self._mine) and self._mine[0] == self._rank
+
+    def all_of_engine(self, ready: bool) -> bool:
+        """Whether all ranks that share the GPUs of this rank's engine are ready; collective over these."""
+        if self._group is None:
+            return ready
+        import torch
+        import torch.distributed as dist
+
+        least = torch.tensor([int(ready)])
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(least.item())
 
     def gather(self, item: T) -> list[T] | None:
         """On the rank that posts the items of all ranks of its engine, in tensor-parallel order; else None."""

@@ -358,7 +358,9 @@ def test_a_run_of_one_step_is_used_and_said_to_be_one(tmp_path: Path, capsys: py
     answer = found(["--from", str(folder), *QUICK], capsys)
     assert "The run has trained one step, in which everything warms up" in answer["remarks"][0]
     half, rate = (answer["figures"][name] for name in ("engine_half", "engine_rate"))
-    expected = "assumed, as of 4 B on an H200 with such lengths: a single rollout does not tell it; --engine-half sets it"
+    expected = (
+        "assumed, as of 4 B on an H200 with such lengths: a single rollout does not tell it; --engine-half sets it"
+    )
     assert half["source"] == expected
     assert rate["source"] == "the run: time/generate of 1 rollout, of which it is off by 0%"
     (told,) = refusal(["--from", str(folder), "--engine-rate", "1"], capsys)

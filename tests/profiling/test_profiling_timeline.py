@@ -254,6 +254,20 @@ def test_paused_engines(write: Write, setup: dict[str, Any], flag: str) -> None:
     assert found.flags[0] == flag
 
 
+def test_keys_and_values_that_are_computed_again(write: Write) -> None:
+    rule = "keys and values are computed again"
+    parts: dict[str, Parts] = {"e": [("busy", 10)]}
+
+    def found(again: float, phases: Parts, **setup: Any) -> list[Finding]:
+        return advised(write(*(text | {"reprefilled": again} for text in steps(phases, parts, **setup))), rule)
+
+    waits, works = [("wait_for_rollout", 4), ("train_step", 6)], [("train_step", 10)]
+    (finding,) = found(1.01, waits)
+    assert "waits 40% of the time, while the engines compute keys and values of 1.01 tokens again" in finding.figure
+    assert finding.flags == ("--no-recompute-kv-cache-after-weight-updates",)
+    assert found(0.4, waits) == found(1.01, works) == found(1.01, waits, keeps_cache=True) == []
+
+
 def test_checkpoints_and_evaluations(write: Write) -> None:
     phases = [("train_step", 6), ("save", 2), ("wait_for_eval", 2)]
     folder = write(*steps(phases, {"e": [("busy", 10)]}))

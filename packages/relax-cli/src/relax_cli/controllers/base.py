@@ -246,8 +246,15 @@ class Controller(abc.ABC):
         self._report(rollout_id, scalars, timer, output.histograms)
         self.outcome.next_rollout = rollout_id + 1  # a stop may cut what follows
         if self._timeline is not None:
-            seconds = scalars["time/step"]
-            self._timeline.write(rollout_id, timer.spans, output.usage, began=timer.created, seconds=seconds)
+            self._timeline.write(
+                rollout_id,
+                timer.spans,
+                output.usage,
+                began=timer.created,
+                seconds=scalars["time/step"],
+                reprefilled=scalars.get("rollout/reprefilled_tokens", 0.0)
+                / max(1.0, scalars.get("rollout/tokens", 0.0)),
+            )
         self._timer = PhaseTimer()
         if trained:
             self._after_training(rollout_id, self._timer)

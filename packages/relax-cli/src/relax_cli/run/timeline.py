@@ -8,6 +8,7 @@ A line is a JSON object; times without "epoch" are seconds after ``start``::
     seconds   that count as the step (``time/step``); an evaluation between two steps is not among them
     run       mode, GPUs and limits of this launch, for advice
     phases    [name, begin, end] of what the driver did, in order
+    reprefilled  tokens of which keys and values were computed again, for each that was generated
     engines   by name: seconds and mean number of requests in each state, and intervals [state, begin, end]
 
 An engine's time is that from the samples of the step before to those of this one, so it may begin before ``start``; the
@@ -51,6 +52,7 @@ class TimelineFile:
         *,
         began: float,
         seconds: float,
+        reprefilled: float = 0.0,
     ) -> None:
         """Appends the line of a step that ends now.
 
@@ -60,6 +62,7 @@ class TimelineFile:
             usage: what each engine did since the step before.
             began: when the step began, of the same clock.
             seconds: that count as the step.
+            reprefilled: tokens of which keys and values were computed again, for each that was generated.
         """
         if self._broken:
             return
@@ -73,6 +76,7 @@ class TimelineFile:
             "seconds": round(seconds, 6),
             "run": self._setup,
             "phases": [[name, round(a + shift - start, 3), round(b + shift - start, 3)] for name, a, b in spans],
+            "reprefilled": round(reprefilled, 3),
             "engines": {name: _engine(spent, start) for name, spent in usage.items()},
         }
         try:
@@ -111,5 +115,6 @@ def setup_of(config: "RunConfig") -> dict[str, Any]:
         "over_sampling_batch_size": rollout.submitted_prompts,
         "max_staleness": config.cluster.max_staleness,
         "partial_rollout": rollout.partial_rollout,
+        "keeps_cache": not rollout.recompute_kv_cache_after_weight_updates,
         "weight_sync": config.cluster.weight_sync or ("group" if config.cluster.fully_async else ""),
     }

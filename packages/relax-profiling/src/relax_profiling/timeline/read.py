@@ -27,6 +27,7 @@ class Setup(msgspec.Struct, frozen=True):
         device: ``cuda`` or ``cpu``; on CPU a process counts as a GPU.
         train_unit: GPUs that train are a multiple of this.
         over_sampling_batch_size: most groups open at once, as far as this option goes.
+        keeps_cache: responses go on over a push from the keys and values that they have.
     """
 
     mode: str
@@ -39,6 +40,7 @@ class Setup(msgspec.Struct, frozen=True):
     over_sampling_batch_size: int
     max_staleness: int
     partial_rollout: bool = False
+    keeps_cache: bool = False
     weight_sync: str = ""
 
     @property
@@ -73,6 +75,7 @@ class Step(msgspec.Struct, frozen=True):
         end: seconds after ``start``.
         seconds: that count as the step.
         phases: name, begin and end of what the driver did, seconds after ``start``.
+        reprefilled: tokens of which the engines computed keys and values again, for each that they generated.
     """
 
     step: int
@@ -82,6 +85,7 @@ class Step(msgspec.Struct, frozen=True):
     run: Setup
     phases: list[tuple[str, float, float]]
     engines: dict[str, EngineStep] = {}
+    reprefilled: float = 0.0
 
     def spent(self, *names: str) -> float:
         """Seconds in the phases of these names."""
@@ -135,7 +139,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _check(step: Step) -> None:
     """Raises ValueError for figures that cannot be."""
-    numbers = [step.end, step.seconds, *(t for _, *times in step.phases for t in times)]
+    numbers = [step.end, step.seconds, step.reprefilled, *(t for _, *times in step.phases for t in times)]
     for name, engine in step.engines.items():
         numbers += [t for _, *times in engine.intervals for t in times]
         if not all(0 <= s < _FARTHEST_S for s in (*engine.seconds.values(), *engine.running.values())):

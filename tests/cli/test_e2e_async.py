@@ -184,6 +184,7 @@ def test_engine_and_trainer_are_killed_in_the_middle_and_every_prompt_is_trained
         load=checkpoints,
         save_interval=1,
     )
+    words = [*words, "--no-recompute-kv-cache-after-weight-updates"]
     run = gated(relax, gate, *words)
     run.wait_for(lambda: len(run.steps()) >= 1, "first step")
     kill_in_mid_response(run, gate, run.find_server)
@@ -209,6 +210,8 @@ def test_engine_and_trainer_are_killed_in_the_middle_and_every_prompt_is_trained
     assert [m["step"] for m in steps] == list(range(prompts // 4)), "no step is missing, none is there twice"
     assert steps[-1]["prompts/trained"] + 4 == prompts, "the metrics are of the moment before the last step"
     assert max(m["staleness/max"] for m in steps) <= 1
+    kept, again = (sum(m[f"rollout/{name}_tokens"] for m in steps[-20:]) for name in ("kept", "reprefilled"))
+    assert kept > again, "what a push interrupts is not computed again, which would be prompts and all that is kept"
     check_engine_weights(last)
     assert last.survivors() == []
 

@@ -90,7 +90,7 @@ def test_one_gpu_has_nothing_to_split(capsys: pytest.CaptureFixture[str]) -> Non
     rows = found(["--num-gpus", "1", *GIVEN], capsys)["rows"]
     assert {row["plan"]["mode"] for row in rows} == {"colocate", "colocate + partial"}
     assert refusal(["--num-gpus", "1", "--rollout-num-gpus", "1", *GIVEN], capsys) == [
-        "  - --rollout-num-gpus 1 leaves none of --num-gpus 1 to train"
+        "  - --rollout-num-gpus 1 leaves none of --num-gpus 1 to train: lower the one or raise the other"
     ]
 
 
@@ -166,6 +166,12 @@ def test_what_the_comparison_rests_on_is_said_with_the_gain_without_it(capsys: p
     assert all("switch-seconds" not in "".join(answer["remarks"]) for answer in given.values())
 
 
+def test_the_gain_of_colocate_over_itself_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    told = remarks([*GIVEN, "--num-gpus", "1", "--no-partial-rollout"], capsys)
+    assert "With --switch-seconds 0 colocate (1 GPUs, --max-staleness 0) is best too." in told
+    assert "1.00 instead of 1.00" not in told
+
+
 @pytest.mark.parametrize("more", [[], ["--json"], ["--help"]])
 def test_output_that_cannot_be_written_is_one_line(more: list[str]) -> None:
     command = [sys.executable, "-m", "relax_cli.main", "simulate", *GIVEN, *more]
@@ -215,7 +221,7 @@ def test_missing_figures_are_named_together(capsys: pytest.CaptureFixture[str]) 
     told = "\n".join(refusal(["--num-gpus", "8", "--engine-half", "1"], capsys))
     for flag in ("--train-rate", "--engine-rate", "--response-length-mean", "--from RUN_DIR"):
         assert flag in told
-    assert "--engine-half needed" not in told
+    assert "--engine-half is needed" not in told
 
 
 NUMBERS = ["engine-rate", "engine-half", "prefill-rate", "train-rate", "push-seconds", "switch-seconds"]
@@ -279,6 +285,9 @@ def test_lengths_that_say_nothing_are_refused(capsys: pytest.CaptureFixture[str]
     assert "--response-length-mean needs --rollout-max-response-len" in told
     (told,) = refusal([*RATES, "--response-length-sigma", "1"], capsys)
     assert "--response-length-sigma without effect" in told
+    (told,) = refusal([*RATES, "--response-length-mean", "4000", "--rollout-max-response-len", "3999"], capsys)
+    assert "--response-length-mean 4000 is more than --rollout-max-response-len 3999, where all responses end" in told
+    found([*RATES, *QUICK, "--response-length-mean", "4000", "--rollout-max-response-len", "4000"], capsys)
 
 
 # ---------------------------------------------------------------------- figures of a run

@@ -146,10 +146,16 @@ def _plans(settings: SimulateSettings, figures: Figures) -> list[tuple[Plan, int
     quarters = dict.fromkeys(max(1, gpus * i // 4 // each) * each for i in (1, 2, 3))
     splits = tuple(dict.fromkeys(settings.rollout_num_gpus)) or tuple(g for g in quarters if g < gpus)
     depth = settings.over_sampling_batch_size
-    problems = [f"--rollout-num-gpus {g} leaves none of --num-gpus {gpus} to train" for g in splits if g >= gpus]
+    problems = [
+        f"--rollout-num-gpus {g} leaves none of --num-gpus {gpus} to train: lower the one or raise the other"
+        for g in splits
+        if g >= gpus
+    ]
     for name, number in (("--num-gpus", gpus), *(("--rollout-num-gpus", g) for g in splits)):
         if number % each:
-            problems.append(f"{name} {number} is no multiple of --rollout-num-gpus-per-engine {each}")
+            problems.append(
+                f"{name} {number} is no multiple of --rollout-num-gpus-per-engine {each}: change one of them"
+            )
     if depth is not None and depth < batch:
         problems.append(f"--over-sampling-batch-size {depth} is less than --rollout-batch-size {batch}: raise it")
     if problems:

@@ -1,6 +1,7 @@
 """Options of `relax simulate`: the run to take figures from, or the figures themselves, and what to compare."""
 
 import dataclasses
+import math
 from typing import ClassVar
 
 from relax_data.options import LARGEST_COUNT, Settings, option
@@ -125,6 +126,11 @@ class SimulateSettings(Settings):
             return ["--response-lengths and --response-length-mean both say how long responses are: give one of them"]
         if self.response_length_mean is not None and self.rollout_max_response_len is None:
             return ["--response-length-mean needs --rollout-max-response-len: the longest responses decide most"]
+        if (self.response_length_mean or 0) > (self.rollout_max_response_len or math.inf):
+            return [
+                f"--response-length-mean {self.response_length_mean:g} is more than --rollout-max-response-len "
+                f"{self.rollout_max_response_len}, where all responses end: lower the one or raise the other"
+            ]
         shape = given & {"response_length_sigma", "rollout_max_response_len"}
         if self.response_length_mean is None and shape:
             names = " and ".join(sorted("--" + name.replace("_", "-") for name in shape))

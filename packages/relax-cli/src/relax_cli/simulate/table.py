@@ -58,6 +58,9 @@ class Comparison:
             found.append(f"Rests on figures that are assumed, neither given nor measured: {', '.join(values)}.")
         for name, (value, rows) in self.without.items():
             same, other = rows[list(self.rows).index(marked)], best(rows)
+            if marked is self.rows[0] and other is same:  # its gain is over itself
+                found.append(f"With {flag(name)} {value:g} {marked.name} is best too.")
+                continue
             told = (
                 f"With {flag(name)} {value:g} the gain of {marked.name} is {same.speed_up:.2f} instead of "
                 f"{marked.speed_up:.2f}"

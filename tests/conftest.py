@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import os
 import signal
 import subprocess
@@ -29,6 +30,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# Collected once, when all modules are there (pytest_collection_finish).
+gc.disable()
+
 # How long an example takes says how busy the machine is, not whether the code is right.
 hypothesis.settings.register_profile("relax", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("relax")
@@ -40,6 +44,17 @@ GPU_SCRIPT_SECONDS = 3500
 def pytest_configure(config: pytest.Config) -> None:
     """Gives the session a temporary folder of its own and fails it for whatever it leaves behind."""
     config.pluginmanager.register(Leftovers(), "leftovers")
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what the imports made out of each later collection of garbage, here and in forked ranks.
+
+    torch, transformers and megatron are a million objects that stay; to walk over them was a fifth of the tests' time,
+    and a forked process copies each page of memory that the walk touches.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

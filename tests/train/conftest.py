@@ -2,6 +2,7 @@
 
 import dataclasses
 import faulthandler
+import gc
 import os
 import socket
 import time
@@ -70,6 +71,8 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> RunRanks:
 
     def run(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         out = str(tmp_path_factory.mktemp("ranks"))
+        gc.collect()
+        gc.freeze()  # a collection in a rank would copy the pages of all that is there already
         context = mp.start_processes(
             _rank_main,
             args=(function, args, world, _free_port(), out),

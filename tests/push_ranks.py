@@ -4,6 +4,7 @@ They are started anew, not forked: the process of the tests has threads by then 
 a copy of it may crash in whatever they held at that moment.
 """
 
+import multiprocessing
 import signal
 import threading
 from collections.abc import Iterator
@@ -99,8 +100,17 @@ def one_of_two(rank: int, port: int, folder: Path, addresses: tuple[EngineAddres
     dist.destroy_process_group()
 
 
-def gather_and_agree(rank: int, port: int, queue: Any) -> None:
-    """One of three ranks, of which the last has a fault to tell."""
+def gather_and_agree(port: int, queue: Any) -> None:
+    """Three ranks, of which the last has a fault to tell; forked here, so that one process imports torch for them."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_gather_and_agree, args=(rank, port, queue), daemon=True) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
+def _gather_and_agree(rank: int, port: int, queue: Any) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)

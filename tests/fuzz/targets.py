@@ -6,10 +6,12 @@ with the errors that are meant for users; anything else, also a cost out of prop
 
 import contextlib
 import dataclasses
+import functools
 import json
 import pickle
 import random
 import shutil
+import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -382,11 +384,19 @@ def _snapshot(rng: random.Random) -> Any:
 # ---------------------------------------------------------------------- the JSON of models and checkpoints
 
 
-def _checkpoints(rng: random.Random, folder: Path) -> None:
-    """A model folder and a checkpoint, one of whose JSON files is damaged: the plan goes on or names what is wrong."""
-    from relax_cli.checks.plan import plan_text
-    from relax_cli.config.resolution import resolve
-    from relax_cli.config.run_config import ConfigError
+HELDOUT = str(EXAMPLE / "data" / "heldout.jsonl")
+
+
+@functools.cache
+def _whole_checkpoint() -> dict[str, bytes]:
+    """A model folder and a checkpoint, by path: every case begins with the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        _make_checkpoint(Path(folder))
+        files = [file for file in Path(folder).rglob("*") if file.is_file()]
+        return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+
+
+def _make_checkpoint(folder: Path) -> None:
     from relax_data.prompts.open import open_prompts
     from relax_data.serialization import STATE_FORMAT
     from relax_data.settings import DataSettings
@@ -396,8 +406,7 @@ def _checkpoints(rng: random.Random, folder: Path) -> None:
     model, saved = folder / "model", folder / "saved" / "rollout_4"
     shutil.copytree(EXAMPLE / "model", model)
     saved.mkdir(parents=True)
-    data = str(EXAMPLE / "data" / "heldout.jsonl")
-    settings = DataSettings(prompt_data=(data,), label_key="label")
+    settings = DataSettings(prompt_data=(HELDOUT,), label_key="label")
     ones = dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size"), 1)
     ones |= dict.fromkeys(("expert_model_parallel_size", "context_parallel_size", "data_parallel_size"), 1)
     content = {
@@ -418,6 +427,19 @@ def _checkpoints(rng: random.Random, folder: Path) -> None:
         (saved / name).touch()
     manifest.record_files(saved)
     set_latest(saved.parent, saved.name)
+
+
+def _checkpoints(rng: random.Random, folder: Path) -> None:
+    """A model folder and a checkpoint, one of whose JSON files is damaged: the plan goes on or names what is wrong."""
+    from relax_cli.checks.plan import plan_text
+    from relax_cli.config.resolution import resolve
+    from relax_cli.config.run_config import ConfigError
+    from relax_train.checkpoint import manifest
+
+    for name, content in _whole_checkpoint().items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    model, saved = folder / "model", folder / "saved" / "rollout_4"
     names = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
     files = [model / name for name in names] + [saved / manifest.MANIFEST] * 3 + [saved / "files.json"] * 2
     file = rng.choice([*files, saved.parent / "latest"])
@@ -428,7 +450,8 @@ def _checkpoints(rng: random.Random, folder: Path) -> None:
     if file.name == manifest.MANIFEST and rng.random() < 0.7:
         (saved / "files.json").unlink()  # else its checksum says it first
         manifest.record_files(saved)
-    words = ["--hf-checkpoint", str(model), "--prompt-data", data, "--label-key", "label", "--rm-type", "exact-match"]
+    words = ["--hf-checkpoint", str(model), "--prompt-data", HELDOUT, "--label-key", "label"]
+    words += ["--rm-type", "exact-match"]
     words += ["--load", str(saved.parent), "--num-rollout", "9", "--n-samples-per-prompt", "4", "--dry-run"]
     words += ["--apply-chat-template"] * (rng.random() < 0.3)
     try:

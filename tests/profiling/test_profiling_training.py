@@ -181,8 +181,9 @@ def test_a_deferred_trace_is_written_when_asked_for_and_holds_its_window_alone(
 
 SIGTERM_SCRIPT = textwrap.dedent(
     """
-    import os, signal, sys, time
+    import os, signal, sys
     import torch
+    import torch._inductor  # the profiler imports it when it starts: here once for all
     from relax_profiling.recorders import session
     from relax_profiling.recorders.training import build_observer
     from relax_profiling.settings import MemoryProfileSettings, TrainProfileSettings
@@ -192,9 +193,6 @@ SIGTERM_SCRIPT = textwrap.dedent(
         profile_step_end=0,
         profile_target=["train_overall", "train_actor"],
     )
-    observer = build_observer(settings, MemoryProfileSettings(), trace_dir=sys.argv[1])
-    if sys.argv[2] != "at once":
-        observer.defer_traces()
     publish = session.publish
 
     def publish_signalled(*words):
@@ -202,26 +200,41 @@ SIGTERM_SCRIPT = textwrap.dedent(
         return publish(*words)
 
     session.publish = publish_signalled
-    observer.before_model()
-    with observer.phase("train_overall", 0), observer.phase("train_actor", 0):
-        torch.ones(4).sum()
-    if sys.argv[2] == "when asked":
-        observer.write_traces()
-    elif sys.argv[2] == "at the end":
-        observer.close()
-    os._exit(3)
+
+    def run(folder, written):
+        observer = build_observer(settings, MemoryProfileSettings(), trace_dir=folder)
+        if written != "at once":
+            observer.defer_traces()
+        observer.before_model()
+        with observer.phase("train_overall", 0), observer.phase("train_actor", 0):
+            torch.ones(4).sum()
+        if written == "when asked":
+            observer.write_traces()
+        elif written == "at the end":
+            observer.close()
+
+    for written in sys.argv[2:]:
+        child = os.fork()
+        if child == 0:
+            try:
+                run(os.path.join(sys.argv[1], written), written)
+            finally:
+                os._exit(3)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
 )
 
 
-@pytest.mark.parametrize("written", ["at once", "when asked", "at the end"])
-def test_a_sigterm_while_a_trace_is_written_waits_for_it(tmp_path: Path, written: str) -> None:
+def test_a_sigterm_while_a_trace_is_written_waits_for_it(tmp_path: Path) -> None:
+    """Each case in a process of its own, forked from one that has imported torch."""
     pytest.importorskip("torch")
-    words = [sys.executable, "-c", SIGTERM_SCRIPT, str(tmp_path), written]
-    done = subprocess.run(words, timeout=300, capture_output=True)
-    assert done.returncode == -signal.SIGTERM, done.stderr.decode()
-    names = sorted(path.name.split("_rank")[0] for path in (tmp_path / "train_trace").iterdir())
-    assert names == ["train_actor", "train_overall"]
+    cases = ["at once", "when asked", "at the end"]
+    words = [sys.executable, "-c", SIGTERM_SCRIPT, str(tmp_path), *cases]
+    done = subprocess.run(words, timeout=300, capture_output=True, text=True)
+    assert done.stdout.split() == [str(-signal.SIGTERM)] * len(cases), done.stderr
+    for written in cases:
+        names = sorted(path.name.split("_rank")[0] for path in (tmp_path / written / "train_trace").iterdir())
+        assert names == ["train_actor", "train_overall"], written
 
 
 def small_run(observer: TrainingObserver, *, between: Any = lambda step: None) -> list[int]:

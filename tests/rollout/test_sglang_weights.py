@@ -118,16 +118,14 @@ def test_ranks_gather_in_tensor_parallel_order_and_share_errors() -> None:
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    processes = [context.Process(target=gather_and_agree, args=(r, port, queue)) for r in range(3)]
+    process = context.Process(target=gather_and_agree, args=(port, queue))
     try:
-        for p in processes:
-            p.start()
-        results = sorted(queue.get(timeout=120) for _ in processes)
+        process.start()
+        results = sorted(queue.get(timeout=120) for _ in range(3))
     finally:
-        for p in processes:
-            p.join(timeout=60)
-            p.kill()
-            p.join()
+        process.join(timeout=60)
+        process.kill()
+        process.join()
     assert results == [
         (0, False, True, None, "rank 2 is unwell", [False, False, True]),
         (1, True, True, ["from 1", "from 0"], "rank 2 is unwell", [False, False, True]),

@@ -7,6 +7,7 @@ what it reads when somebody reads the method: ``algorithm.upper_clip`` reads ``e
 
 import ast
 import dataclasses
+import functools
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -79,6 +80,9 @@ def places() -> dict[type, str]:
     return found
 
 
+parsed = functools.cache(ast.parse)
+
+
 def unread_options(classes: Iterable[type], files: Mapping[str, str], where: Mapping[type, str]) -> set[str]:
     """Names of the options that nobody reads.
 
@@ -87,7 +91,7 @@ def unread_options(classes: Iterable[type], files: Mapping[str, str], where: Map
         files: source by path.
         where: the name of the variable or attribute that holds a settings class, beside the generic ones.
     """
-    trees = {path: ast.parse(text) for path, text in files.items()}
+    trees = {path: parsed(text) for path, text in files.items()}
     bodies = {node.name: node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     settings_nodes = {id(bodies[cls.__name__]) for cls in classes}
     reads: set[tuple[str, str]] = set()

@@ -7,11 +7,12 @@
 `relax train` runs once for each way on the same prompts, seed and forced lengths, and on as many GPUs: `colocate` uses
 all of them first for one, then for the other; `partial:N` does so with partial rollout and `--max-staleness N`;
 `async:N` is `--fully-async` with `--max-staleness N`, half of the GPUs for each side (`--rollout-num-gpus`), and
-`async:N:keep` the same with `--no-recompute-kv-cache-after-weight-updates`. As many groups are open as the staleness
-allows, N + 1 times those of a step. Printed is, over the steps of a full pipeline (not the first ones, in which it
-fills, and not the last N, in which no prompt is started any more), how many tokens of trained responses a second of
-wall time gives, what each side did, the ratio to colocate, and of `async` that of a step to the trainer's own work and
-the push, its lower bound.
+`async:N:keep` the same with `--no-recompute-kv-cache-after-weight-updates`. `async:N@G` and `async:N:keep@G` have G of
+the GPUs generate, so that one table compares several splits. As many groups are open as the staleness allows, N + 1
+times those of a step. Printed is, over the steps of a full pipeline (not the first ones, in which it fills, and not the
+last N, in which no prompt is started any more), how many tokens of trained responses a second of wall time gives, what
+each side did, how long the push itself takes, the ratio to colocate, and of `async` that of a step to the trainer's own
+work and the push, its lower bound.
 
 Beside it stands what the model of `relax simulate` makes of each way with the figures of the colocate run, and how far
 the measured step is from it; the goal is 15 %. Lengths that are all alike (`--spread 0`) do not tell how the rate of an
@@ -36,6 +37,7 @@ from relax_cli.simulate.settings import SimulateSettings
 from relax_rollout.staleness import StalenessBound
 
 MODES = ("colocate", "partial", "async")
+WAY = re.compile(r"colocate|partial:\d+|async:\d+(:keep)?(@[1-9]\d*)?")
 TRAINER = ("fetch", "log_probs", "ref_log_probs", "train", "train_wait")
 """Phases of a step in which the trainer works."""
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
@@ -46,21 +48,34 @@ MODEL_GOAL = 0.15
 
 def way_of(text: str) -> str:
     """A way of the command line."""
-    if not re.fullmatch(r"colocate|partial:\d+|async:\d+(:keep)?", text):
+    if not WAY.fullmatch(text):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: colocate, partial:N, async:N or async:N:keep is expected, N being --max-staleness"
+            f"{text!r}: colocate, partial:N, async:N, async:N:keep, async:N@G or async:N:keep@G is expected, N being "
+            "--max-staleness and G the GPUs that generate"
         )
     return text
 
 
 def split(way: str) -> tuple[str, int]:
-    """Mode and staleness of ``async:2``."""
-    mode, *rest = way.split(":")
+    """Mode and staleness of ``async:2@4``."""
+    mode, *rest = way.partition("@")[0].split(":")
     return mode, int(rest[0]) if rest else 0
+
+
+def generating_gpus(way: str, arguments: argparse.Namespace) -> int:
+    """GPUs that do nothing but generate; 0 without GPUs, and where all of them do both."""
+    if not GPU or split(way)[0] != "async":
+        return 0
+    return int(way.partition("@")[2] or arguments.rollout_num_gpus)
 
 
 def run_name(way: str) -> str:
     return way.replace(":", "-")
+
+
+def way_of_run(name: str) -> str:
+    """The way of which :func:`run_name` is the name."""
+    return name.replace("-", ":")
 
 
 def open_groups(way: str, arguments: argparse.Namespace) -> int:
@@ -71,13 +86,13 @@ def open_groups(way: str, arguments: argparse.Namespace) -> int:
 def words(way: str, arguments: argparse.Namespace) -> list[str]:
     """Options of `relax train` for one way."""
     mode, staleness = split(way)
-    generating = arguments.rollout_num_gpus if mode == "async" else 0
+    generating = generating_gpus(way, arguments)
     training = arguments.gpus - generating if GPU else 0
     groups = open_groups(way, arguments)
     options = ["--fully-async" if mode == "async" else "--colocate", "--actor-num-gpus-per-node", str(training)]
     if mode == "async":
         options += ["--rollout-num-gpus", str(generating)] if GPU else []
-        options += ["--no-recompute-kv-cache-after-weight-updates"] if way.endswith(":keep") else []
+        options += ["--no-recompute-kv-cache-after-weight-updates"] if ":keep" in way else []
     if mode != "colocate":
         options += ["--partial-rollout", "--max-staleness", str(staleness), "--over-sampling-batch-size", str(groups)]
     if GPU:
@@ -115,9 +130,17 @@ def warm_up(way: str) -> int:
     return 2 * split(way)[1] + 1
 
 
+def order(way: str, arguments: argparse.Namespace) -> tuple[int, int, int, str]:
+    """By which ways are sorted: mode, staleness, split, and the rest."""
+    mode, staleness = split(way)
+    return MODES.index(mode), staleness, generating_gpus(way, arguments), way
+
+
 def figures(way: str, arguments: argparse.Namespace, folder: Path) -> dict[str, float] | None:
     """Means over the steps that are counted, from ``metrics.jsonl``; None for a way that has none."""
     path = folder / "runs" / run_name(way) / "metrics.jsonl"
+    if not path.exists():  # it ended before its first step
+        return None
     rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
     steps = [row for row in rows if "time/step" in row][warm_up(way) :][: arguments.rollouts]
     if not steps:
@@ -134,7 +157,9 @@ def figures(way: str, arguments: argparse.Namespace, folder: Path) -> dict[str, 
         "step, s": step,
         "  longest, s": max(row["time/step"] for row in steps),
         "trainer works, s": mean(*(f"time/{phase}" for phase in TRAINER)),
+        "engines": mean("engines/serving"),
         "push, switch, s": mean(*(f"time/{phase}" for phase in PUSH)),
+        "push alone, s": mean("time/weight_update"),
         "generation alone, s": mean("time/generate"),
         "trainer waits, s": mean("time/wait_for_rollout"),
         "trainer idle, %": 100 * mean("async/trainer_idle_share"),
@@ -150,6 +175,14 @@ def figures(way: str, arguments: argparse.Namespace, folder: Path) -> dict[str, 
     return found
 
 
+def every_way(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
+    """The figures of all ways that have run in a folder, sorted."""
+    ways = (way_of_run(path.name) for path in (folder / "runs").iterdir())
+    there = sorted(filter(WAY.fullmatch, ways), key=lambda each: order(each, arguments))
+    every = {each: figures(each, arguments, folder) for each in there}
+    return {each: column for each, column in every.items() if column is not None}
+
+
 def modelled(ways: Iterable[str], arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Seconds of a step of each way, as the model has them with the figures of the colocate run."""
     run = str(folder / "runs" / "colocate")
@@ -161,13 +194,13 @@ def modelled(ways: Iterable[str], arguments: argparse.Namespace, folder: Path) -
     for way in ways:
         mode, staleness = split(way)
         gpus = int(arguments.gpus) if GPU else 1  # the two cores of a CPU: one side after the other, or one for each
-        generating = arguments.rollout_num_gpus if GPU and mode == "async" else 0
+        generating = generating_gpus(way, arguments)
         plan = Plan(
             mode=mode,
             in_turn=mode != "async",
             train_gpus=gpus - generating,
             engines=generating or gpus,
-            keeps_cache=way.endswith(":keep"),
+            keeps_cache=":keep" in way,
             bound=StalenessBound(batch=arguments.batch, depth=open_groups(way, arguments), max_staleness=staleness),
         )
         found[way] = simulate(plan, figures.rates(), lengths, steps=200).seconds
@@ -182,10 +215,11 @@ def report(found: dict[str, dict[str, float]]) -> None:
         base = found["colocate"]["trained tokens/s"]
         for column in found.values():
             column["x colocate"] = column["trained tokens/s"] / base
-    print(f"{'':28}" + "".join(f"{way:>12}" for way in found))
+    width = max([12, *(len(way) + 2 for way in found)])
+    print(f"{'':28}" + "".join(f"{way:>{width}}" for way in found))
     for name in names:
-        cells = (f"{c[name]:>12.{1 if c[name] >= 100 else 2}f}" if name in c else f"{'':>12}" for c in found.values())
-        print(f"{name:28}" + "".join(cells))
+        texts = (f"{c[name]:.{1 if c[name] >= 100 else 2}f}" if name in c else "" for c in found.values())
+        print(f"{name:28}" + "".join(f"{text:>{width}}" for text in texts))
 
 
 def parse() -> argparse.Namespace:
@@ -195,10 +229,12 @@ def parse() -> argparse.Namespace:
         nargs="+",
         type=way_of,
         default=["colocate", "partial:1", "async:2"],
-        help="colocate, partial:N, async:N, async:N:keep",
+        help="colocate, partial:N, async:N, async:N:keep, async:N@G, async:N:keep@G",
     )
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="in all; default: those there are")
-    parser.add_argument("--rollout-num-gpus", type=int, help="of them that generate with async; default: half")
+    parser.add_argument(
+        "--rollout-num-gpus", type=int, help="of them that generate with async without @G; default: half"
+    )
     parser.add_argument("--spread", type=float, default=0.0, help="standard deviation of their logarithm; 0: all alike")
     parser.add_argument("--cap-tokens", type=int, help="longest response; default: the mean")
     parser.add_argument("--engine-half", type=float, help="for the model, as `relax simulate` takes it")
@@ -210,6 +246,12 @@ def parse() -> argparse.Namespace:
         parser.error("two GPUs are needed: one that trains and one that generates")
     arguments.rollout_num_gpus = arguments.rollout_num_gpus or arguments.gpus // 2
     arguments.cap_tokens = arguments.cap_tokens or round(arguments.mean_tokens)
+    for way in arguments.ways:
+        generating = generating_gpus(way, arguments)
+        if "@" in way and not GPU:
+            parser.error(f"{way}: there are no GPUs to divide; leave out @ and what follows")
+        if GPU and generating >= arguments.gpus:
+            parser.error(f"{way}: {generating} GPUs that generate leave none of --gpus {arguments.gpus} to train")
     return arguments
 
 
@@ -219,10 +261,7 @@ def main() -> None:
     for each in arguments.ways:
         train(words(each, arguments), run_name(each), folder)
     print(f"logs in {folder}")
-    names = (path.name.replace("-", ":") for path in (folder / "runs").iterdir())
-    there = sorted(names, key=lambda each: (MODES.index(split(each)[0]), split(each)[1]))
-    every = {each: figures(each, arguments, folder) for each in there}
-    found = {each: column for each, column in every.items() if column is not None}
+    found = every_way(arguments, folder)
     predicted = modelled(found, arguments, folder) if "colocate" in found else {}
     for each, seconds in predicted.items():
         found[each] |= {"model: step, s": seconds, "measured / model": found[each]["step, s"] / seconds}

@@ -458,7 +458,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     events.close()
 
 
-@pytest.mark.parametrize("schedules", [280, pytest.param(2100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedules", [140, pytest.param(2100, marks=pytest.mark.slow)])
 def test_killed_anywhere_every_prompt_is_trained_once_or_dropped(runs: Callable[[int], Run], schedules: int) -> None:
     """The slow one takes about 30 s of CPU time."""
     kills: Counter[str] = Counter()

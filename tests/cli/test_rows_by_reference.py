@@ -25,6 +25,7 @@ from relax_cli.workers.trainer_group import TrainerGroup
 from relax_data.types import ROW_COLUMNS, Prompt, SampleGroup, SampleStatus, StepManifest, TrainBatch
 from relax_rollout.loop.rollout_loop import RolloutResult
 
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 PROMPTS, RESPONSES, LENGTH = 8, 4, 400
 SAMPLES = PROMPTS * RESPONSES
 BYTES_A_SAMPLE, BYTES_BESIDE = 200, 4096
@@ -119,8 +120,6 @@ class Driver:
         return Watched(actor.handle)
 
 
-@pytest.mark.ray
-@pytest.mark.slow
 def test_two_replicas_train_on_rows_that_the_driver_never_had(
     config: RunConfig, create: Create, holder: Actor[RolloutActor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +148,6 @@ def test_two_replicas_train_on_rows_that_the_driver_never_had(
     assert all(asked)
 
 
-@pytest.mark.ray
 def test_rows_come_as_they_were_generated_and_are_gone_with_the_next_rollout(holder: Actor[RolloutActor]) -> None:
     worker = RolloutWorker(holder, stop=StopFlag())
     worker.generate(3, 3)
@@ -167,7 +165,6 @@ def test_rows_come_as_they_were_generated_and_are_gone_with_the_next_rollout(hol
         rows.fetch([0])
 
 
-@pytest.mark.ray
 def test_a_worker_that_died_or_does_not_answer_is_named_with_rollout_and_rank(
     create: Create, holder: Actor[RolloutActor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

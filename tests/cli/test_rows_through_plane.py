@@ -31,7 +31,6 @@ from relax_cli.workers.trainer_group import TrainerGroup
 from relax_data.types import ROW_COLUMNS, StepManifest, TrainBatch
 from relax_rollout.loop.rollout_loop import RolloutResult
 
-pytestmark = pytest.mark.ray
 RANKS, TP = 4, 2
 
 
@@ -98,6 +97,7 @@ def rank_class(folder: Path) -> type[TrainActor]:
     return Rank
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_replicas_fetch_disjoint_and_complete_rows_that_the_driver_never_had(
     config: RunConfig, create: Create, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -143,6 +143,8 @@ def test_replicas_fetch_disjoint_and_complete_rows_that_the_driver_never_had(
     ray.get(worker.close(), timeout=60)
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 def test_too_few_cpus_are_an_error_with_the_arithmetic(ray_cluster: None) -> None:
     import ray
 

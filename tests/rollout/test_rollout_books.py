@@ -28,9 +28,6 @@ from relax_rollout.settings import RolloutSettings
 Collect = Callable[[RolloutContext], Awaitable[list[SampleGroup]]]
 MakeLoop = Callable[..., RolloutLoop]
 
-SCHEDULES = 1500
-"""About 5 s of CPU time."""
-
 
 class Numbers:
     """Prompts 0, 1, 2, ... up to ``n``."""
@@ -329,9 +326,11 @@ class Schedule:
         assert self.loop.ledger.groups() == []
 
 
-async def test_any_schedule_keeps_each_prompt_in_one_state(make_loop: MakeLoop) -> None:
+@pytest.mark.parametrize("schedules", [300, pytest.param(1500, marks=pytest.mark.slow)])
+async def test_any_schedule_keeps_each_prompt_in_one_state(make_loop: MakeLoop, schedules: int) -> None:
+    """The slow one takes about 5 s of CPU time."""
     seen: Counter[str] = Counter()
-    for seed in range(SCHEDULES):
+    for seed in range(schedules):
         schedule = Schedule(make_loop, seed)
         try:
             await schedule.run()
@@ -339,7 +338,7 @@ async def test_any_schedule_keeps_each_prompt_in_one_state(make_loop: MakeLoop) 
             error.add_note(f"schedule {seed}")
             raise
         seen += schedule.seen
-    assert min(seen[what] for what in ("saved", "saved in a rollout", "loaded", "broken")) > 100, seen
+    assert min(seen[what] for what in ("saved", "saved in a rollout", "loaded", "broken")) > schedules // 15, seen
 
 
 async def test_books_of_two_rollouts(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,6 +187,7 @@ def _largest(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> floa
     return max((one[name].float() - two[name].float()).abs().max().item() for name in one)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_under_another_layout(
     run_ranks: Any, harness: Any, reference: Any, tmp_path: Path
 ) -> None:

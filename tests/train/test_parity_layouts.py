@@ -69,7 +69,11 @@ def _compare(got: dict[str, torch.Tensor], folder: Any, tolerance: float) -> Non
         assert difference <= tolerance, f"{name} differs by {difference}"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    # Two ranks show each kind of parallelism alone; the slow ones show two kinds together.
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (ranks > 2)) for case, (_, ranks, _) in CASES.items()],
+)
 def test_three_steps(case: str, run_ranks: Callable[..., Any], harness: Any, reference: Any) -> None:
     kind, world, parallel = CASES[case]
     oracle = reference(kind)

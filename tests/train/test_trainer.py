@@ -246,15 +246,19 @@ WITHOUT_EXPERTS = [layout for layout in LAYOUTS if "EP2" not in layout]
 WITH_EXPERTS = ["one rank", "EP2", "TP2+SP x EP2", "PP2 x EP2"]
 
 
+CASES = [
+    *(("plain", layout) for layout in ("one rank", "DP2", "PP2")),
+    *(("everything", layout) for layout in WITHOUT_EXPERTS),
+    *(("experts", layout) for layout in WITH_EXPERTS),
+    *(("gspo", layout) for layout in ("one rank", "CP2", "CP2 x DP2", "TP2+SP x PP2")),
+    *(("cispo", layout) for layout in ("one rank", "CP2 x DP2")),
+]
+
+
 @pytest.mark.parametrize(
+    # Two ranks show each kind of parallelism alone; the slow ones show two kinds together.
     ("kind", "layout"),
-    [
-        *(("plain", layout) for layout in ("one rank", "DP2", "PP2")),
-        *(("everything", layout) for layout in WITHOUT_EXPERTS),
-        *(("experts", layout) for layout in WITH_EXPERTS),
-        *(("gspo", layout) for layout in ("one rank", "CP2", "CP2 x DP2", "TP2+SP x PP2")),
-        *(("cispo", layout) for layout in ("one rank", "CP2 x DP2")),
-    ],
+    [pytest.param(*case, marks=[pytest.mark.slow] * (LAYOUTS[case[1]][0] > 2)) for case in CASES],
 )
 def test_log_probs_losses_and_weights_equal_the_oracle(
     oracle: Callable[[str], tuple[s.TrainSettings, Trace]], run_ranks: RunRanks, kind: str, layout: str
@@ -356,7 +360,11 @@ def _resumed(settings: s.TrainSettings, folder: str) -> tuple[Any, dict[str, tor
     return loaded, weights, [m["train/lr"] for m in metrics]
 
 
-@pytest.mark.parametrize("layout", ["one rank", "DP2", "TP2+SP"])
+@pytest.mark.parametrize(
+    # What a checkpoint holds under each layout is in test_checkpoint_resume.py.
+    "layout",
+    ["DP2", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("one rank", "TP2+SP"))],
+)
 def test_a_resumed_run_ends_with_the_weights_of_a_straight_one(
     oracle: Callable[[str], tuple[s.TrainSettings, Trace]], run_ranks: RunRanks, tmp_path: Path, layout: str
 ) -> None:

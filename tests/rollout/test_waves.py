@@ -11,6 +11,8 @@ from relax_rollout.engines.sglang.inflight import InflightRequests
 from relax_rollout.engines.sglang.transport import Transport
 from relax_rollout.engines.sglang.waves import WaveRefused, Waves
 
+SAMPLING = {"max_new_tokens": 4}
+
 
 def client(answer: Callable[[httpx.Request], Any]) -> tuple[Transport, Waves]:
     transport = Transport("http://127.0.0.1:1", name="engine0")
@@ -21,7 +23,7 @@ def client(answer: Callable[[httpx.Request], Any]) -> tuple[Transport, Waves]:
 
 
 def body(rid: str) -> dict[str, Any]:
-    return {"rid": rid, "input_ids": [5, 6], "extra_key": "0", "sampling_params": {}, "return_logprob": True}
+    return {"rid": rid, "input_ids": [5, 6], "extra_key": "0", "sampling_params": SAMPLING, "return_logprob": True}
 
 
 def finished(index: int, text: str) -> bytes:

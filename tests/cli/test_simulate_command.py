@@ -579,6 +579,24 @@ def test_an_async_run_does_not_show_what_switching_takes(tmp_path: Path, capsys:
     assert "give --switch-seconds" in told
 
 
+@pytest.mark.parametrize(("device", "words"), [("cpu", []), ("cuda", ["--switch-seconds", "3"])])
+def test_of_a_run_that_chose_its_gpus_itself_the_timeline_tells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str, words: list[str]
+) -> None:
+    folder = rewrite(write_run(tmp_path), lambda _, row: json.dumps(as_async(row) if "time/step" in row else row))
+    (folder / "config.toml").write_text(ASYNC + "recompute_kv_cache_after_weight_updates = false\n")
+    names = ("train_unit", "engine_gpus", "gpus_per_engine", "rollout_batch_size", "over_sampling_batch_size")
+    setup = dict.fromkeys(names, 1) | {"mode": "fully_async", "device": device, "train_gpus": 3, "max_staleness": 1}
+    step = {"step": 7, "start": 0.0, "end": 1.0, "seconds": 1.0, "run": setup, "phases": []}
+    (folder / "timeline.jsonl").write_text(json.dumps(step) + "\n")
+    rates = ["--engine-rate", "8000", "--engine-half", "40", *words]
+    answer = found(["--from", str(folder), *rates, *QUICK], capsys)
+    assert answer["figures"]["num_gpus"]["value"] == (3 if device == "cpu" else 5)
+    assert any("The run kept keys and values over its pushes, and the rows" in told for told in answer["remarks"])
+    kept = found(["--from", str(folder), *rates, *QUICK, "--no-recompute-kv-cache-after-weight-updates"], capsys)
+    assert not any("kept keys and values" in told for told in kept["remarks"])
+
+
 def test_the_rate_of_engines_that_generate_all_the_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Their time with requests, and how many they had, tell both constants when the number varies, else one of two."""
 

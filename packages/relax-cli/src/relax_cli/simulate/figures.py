@@ -79,6 +79,11 @@ class Figures:
             except ValueError as error:
                 raise ConfigError([str(error)]) from None
         self._run, self.notes = run, () if run is None else run.notes
+        if run is not None and run.keeps_cache and settings.recompute_kv_cache_after_weight_updates:
+            self.notes += (
+                "The run kept keys and values over its pushes, and the rows compute them again: "
+                "--no-recompute-kv-cache-after-weight-updates makes them as the run was.",
+            )
         for read in (*((lambda name=name: self._find(name)) for name in _ASSUMED), self._lengths, self._engine):
             try:
                 read()

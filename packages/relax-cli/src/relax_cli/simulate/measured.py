@@ -5,9 +5,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from relax_profiling.timeline.read import read_timeline
+
 from relax_cli.config.files import read_file
 from relax_cli.config.options import namespace
-from relax_cli.run.folder import METRICS
+from relax_cli.run.folder import METRICS, TIMELINE
 from relax_cli.simulate.steps import LENGTHS, of_last_mode, read_steps
 
 _TRAINER = ("time/fetch", "time/log_probs", "time/ref_log_probs", "time/train", "time/train_wait")
@@ -75,11 +77,29 @@ class MeasuredRun:
                 f"--from {folder}: config.toml is of a start as {names[self._is_async]}, and the last step in "
                 f"{METRICS} is of {names[used[-1].is_async]}; wait for the first step of that start"
             )
+        if self._is_async and self._options["actor_num_gpus_per_node"] is None:
+            self._options["actor_num_gpus_per_node"] = self._gpus_taken()
         self.steps = used[1:] or used
         first = None
         if self.steps[0] is trained[0]:
             first = "The run has trained one step, in which everything warms up: its figures are those of a slow one."
         self.notes = tuple(note for note in (skipped, mixed, first) if note)
+
+    def _gpus_taken(self) -> int | None:
+        """GPUs of a node that trained, where the run chose them itself; 0 on CPU, None without a timeline."""
+        try:
+            steps, _ = read_timeline(self.folder / TIMELINE)
+        except OSError:
+            return None
+        if not steps:
+            return None
+        setup = steps[-1].run
+        return 0 if setup.device == "cpu" else setup.train_gpus // self._options["actor_num_nodes"]
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether its responses kept keys and values over a push of weights."""
+        return self._is_async and not self._options["recompute_kv_cache_after_weight_updates"]
 
     def value(self, name: str) -> tuple[float, str] | None:
         """The figure of an option of ``relax simulate``, and what it was read from; None when a run has no such figure.

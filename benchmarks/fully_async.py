@@ -176,9 +176,12 @@ def figures(way: str, arguments: argparse.Namespace, folder: Path) -> dict[str, 
 
 
 def every_way(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
-    """The figures of all ways that have run in a folder, sorted."""
+    """The figures of all ways that have run in a folder and fit on so many GPUs, sorted."""
     ways = (way_of_run(path.name) for path in (folder / "runs").iterdir())
-    there = sorted(filter(WAY.fullmatch, ways), key=lambda each: order(each, arguments))
+    fitting = (
+        way for way in ways if WAY.fullmatch(way) and not (GPU and generating_gpus(way, arguments) >= arguments.gpus)
+    )
+    there = sorted(fitting, key=lambda each: order(each, arguments))
     every = {each: figures(each, arguments, folder) for each in there}
     return {each: column for each, column in every.items() if column is not None}
 

@@ -285,6 +285,8 @@ def test_lengths_that_say_nothing_are_refused(capsys: pytest.CaptureFixture[str]
     assert "--response-length-mean needs --rollout-max-response-len" in told
     (told,) = refusal([*RATES, "--response-length-sigma", "1"], capsys)
     assert "--response-length-sigma without effect" in told
+    told = "\n".join(refusal(["--no-partial-rollout", "--no-recompute-kv-cache-after-weight-updates"], capsys))
+    assert "--no-recompute-kv-cache-after-weight-updates has no effect with --no-partial-rollout" in told
     (told,) = refusal([*RATES, "--response-length-mean", "4000", "--rollout-max-response-len", "3999"], capsys)
     assert "--response-length-mean 4000 is more than --rollout-max-response-len 3999, where all responses end" in told
     found([*RATES, *QUICK, "--response-length-mean", "4000", "--rollout-max-response-len", "4000"], capsys)

@@ -313,6 +313,7 @@ def test_damaged_lines_are_left_out_and_named(write: Write) -> None:
         backwards,
         no_time,
         negative,
+        {**good[0], "reprefilled": -1.0},
     ]
     bad += ["[" * 100_000, {**good[0], "run": {}}, {**good[0], "run": SETUP | {"train_gpus": 0}}]
     folder = write(*good[:6], *bad, *good[6:])
@@ -323,7 +324,7 @@ def test_damaged_lines_are_left_out_and_named(write: Write) -> None:
         *(f"{path}:{i}" for i in range(8, 13)),
         str(path),
     ]
-    assert report.problems[-1].endswith("9 damaged lines are left out, of which the first 5 are named")
+    assert report.problems[-1].endswith("10 damaged lines are left out, of which the first 5 are named")
     assert "runs/mine/timeline.jsonl:8" in to_text(report)
 
 

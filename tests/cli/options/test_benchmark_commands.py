@@ -132,6 +132,8 @@ def test_the_table_has_a_column_for_each_split(
     (tmp_path / "runs" / "async-4@2").mkdir()
     found = benchmark.every_way(arguments, tmp_path)
     assert list(found) == ["async:1@2", "async:1:keep@6"]
+    fewer = argparse.Namespace(**vars(arguments) | {"gpus": 4})
+    assert list(benchmark.every_way(fewer, tmp_path)) == ["async:1@2"], "the other one leaves no GPU that trains"
     benchmark.report(found)
     lines = {line[:28].strip(): line[28:].split() for line in capsys.readouterr().out.splitlines()}
     assert lines[""] == ["async:1@2", "async:1:keep@6"]

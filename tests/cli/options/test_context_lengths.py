@@ -70,6 +70,7 @@ def test_the_engine_is_not_given_more_positions_than_the_model_has(workspace: Pa
         (16, 1, ("--sglang-max-running-requests", "300"), 300),
         (16, 1, ("--sglang-cuda-graph-max-bs-decode", "8"), None),
         (16, 1, ("--sglang-cuda-graph-backend-decode", "disabled"), None),
+        (16, 1, ("--sglang-cuda-graph-max-bs-prefill", "4096"), 512),  # of another phase
         (8, 1, ("--rollout-function-path", "json:dumps"), 512),
     ],
 )

@@ -13,6 +13,13 @@ from relax_cli.config.run_config import RunConfig
 ENGINE_MARGIN = 6
 """Tokens of its context length that SGLang never gives to a request: it refuses prompts of context length - 6 tokens
 and more, and cuts responses two tokens earlier than asked."""
+_OWN_GRAPHS = frozenset(
+    {
+        *("cuda_graph_bs", "cuda_graph_max_bs", "cuda_graph_config", "disable_cuda_graph", "disable_decode_cuda_graph"),
+        *("cuda_graph_bs_decode", "cuda_graph_max_bs_decode", "cuda_graph_backend_decode"),
+    }
+)
+"""SGLang's arguments that say which batches have graphs when tokens are decoded."""
 _GRAPHS_OF_SGLANG = 256
 """Largest batch that SGLang 0.5.17 captures graphs for on a GPU of 90 GiB and more, if no other is asked for."""
 
@@ -71,7 +78,7 @@ def decode_graphs(config: RunConfig) -> int | None:
     responses at once, and 12,000 with graphs for them.
     """
     chosen = config.sglang.sglang_extra
-    if any("cuda_graph" in name for name in chosen):
+    if not chosen.keys().isdisjoint(_OWN_GRAPHS):
         return None
     most = min(requests_at_once(config), int(chosen.get("max_running_requests") or LARGEST_COUNT))
     return most if most > _GRAPHS_OF_SGLANG else None

@@ -131,6 +131,9 @@ class SimulateSettings(Settings):
                 f"--response-length-mean {self.response_length_mean:g} is more than --rollout-max-response-len "
                 f"{self.rollout_max_response_len}, where all responses end: lower the one or raise the other"
             ]
+        name = "recompute_kv_cache_after_weight_updates"
+        if name in given and not self.recompute_kv_cache_after_weight_updates and not self.partial_rollout:
+            return ["--no-recompute-kv-cache-after-weight-updates has no effect with --no-partial-rollout; remove one"]
         shape = given & {"response_length_sigma", "rollout_max_response_len"}
         if self.response_length_mean is None and shape:
             names = " and ".join(sorted("--" + name.replace("_", "-") for name in shape))

@@ -1,4 +1,4 @@
-"""The timeline of a run as HTML: a row for the trainer and each engine over the wall clock, and and shares."""
+"""The timeline of a run as HTML: a row for the trainer and each engine over the wall clock, and shares."""
 
 import time
 from collections.abc import Iterable, Sequence

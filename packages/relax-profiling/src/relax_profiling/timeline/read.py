@@ -150,6 +150,8 @@ def _check(step: Step) -> None:
             raise ValueError(f"an interval of {name} ends before it begins")
     if not all(abs(number) < _FARTHEST_S for number in (*numbers, step.start / 1e3)):
         raise ValueError("a time is not a number of seconds")
+    if step.reprefilled < 0:
+        raise ValueError("the tokens whose keys and values were computed again are below 0")
     if step.seconds <= 0 or step.end < 0 or any(end < begin for _, begin, end in step.phases):
         raise ValueError("the step or a phase of it ends before it begins")
     setup = step.run

@@ -155,6 +155,13 @@ def test_of_a_single_step_the_trainer_is_shown_whole(write: Write) -> None:
     assert "shares of steps 1 to 2\n" in to_text(relax_profiling.analyze(write(*alone)))
 
 
+def test_where_a_line_tells_nothing_of_the_engines_the_words_are_of_the_steps_too(write: Write) -> None:
+    lines = [turns(i, 6, "busy") for i in range(4)]
+    report = relax_profiling.analyze(write(*lines[:2], lines[2] | {"engines": {}}, lines[3]))
+    assert report.timelines[0].window == [(1_790_000_010.0, 1_790_000_040.0)]
+    assert "shares of steps 1 to 3, of the engines up to its samples" in to_text(report)
+
+
 def test_the_time_between_two_launches_is_in_no_share(write: Write) -> None:
     later = [text | {"start": text["start"] + 3600} for text in (turns(3, 6, "busy"), turns(4, 6, "busy"))]
     (timeline,) = relax_profiling.analyze(write(*(turns(i, 6, "busy") for i in range(3)), *later)).timelines

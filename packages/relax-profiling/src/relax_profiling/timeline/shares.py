@@ -73,25 +73,30 @@ class Timeline:
         return self.judged[1:] or self.judged
 
     @functools.cached_property
+    def _rounds(self) -> list[Interval]:
+        """From samples to samples, of each line that counts; empty where one of them does not tell, or is the first."""
+        found = []
+        for step in self._counted:
+            times = [t for engine in step.engines.values() for _, *ends in engine.intervals for t in ends]
+            if not times or step is self.steps[0]:
+                return []
+            found.append((step.start + min(times), step.start + max(times)))
+        return found
+
+    @functools.cached_property
     def window(self) -> list[Interval]:
         """The time that all shares are of, seconds since the epoch: one interval, or one for each launch.
 
         It goes from the samples of the first judged step to those of the last one: a whole number of rounds, of which
         both the trainer and the engines are known. Of the first step of a run, or without engines, it is the steps.
         """
-        found = []
-        for step in self._counted:
-            times = [t for engine in step.engines.values() for _, *ends in engine.intervals for t in ends]
-            if not times or step is self.steps[0]:
-                return union((step.start, step.start + step.end) for step in self.judged)
-            found.append((step.start + min(times), step.start + max(times)))
-        return union(found)
+        return union(self._rounds or ((step.start, step.start + step.end) for step in self.judged))
 
     @property
     def window_in_words(self) -> str:
         """What :attr:`window` is, for people."""
         first, last = self.judged[0], self.judged[-1]
-        if self._counted[-1] is self.steps[0] or not last.engines:
+        if not self._rounds:
             steps = f"step {last.step}" if first is last else f"steps {first.step} to {last.step}"
             return steps + (", of the engines up to its samples" if last.engines else "")
         if first is last:

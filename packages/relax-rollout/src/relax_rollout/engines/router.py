@@ -4,6 +4,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -161,16 +162,17 @@ class EngineRouter:
             if not self._closed:
                 if not serving or self._pool.held:
                     return
-                wanted = self._queue[0][1]
-                engine = min(serving, key=lambda e: self._load.get(e, 0))
-                if wanted is not None:
-                    its = (e for e in serving if e.name == wanted and self._load.get(e, 0) < self._concurrency)
-                    engine = next(its, engine)
+                engine = min(serving, key=functools.partial(self._last_taken, self._queue[0][1]))
                 if self._load.get(engine, 0) >= self._concurrency:
                     return
                 self._load[engine] = self._load.get(engine, 0) + 1
                 self._pool.usage.began(engine.name)
             self._queue.popleft()[0].set_result(engine)
+
+    def _last_taken(self, wanted: str | None, engine: Engine) -> tuple[bool, bool, int]:
+        """Sorts the engines: those with room, of these the one that is wanted, of the others the least loaded."""
+        load = self._load.get(engine, 0)
+        return load >= self._concurrency, engine.name != wanted, load
 
     def _leave(self, engine: Engine) -> None:
         self._load[engine] -= 1

@@ -127,16 +127,15 @@ def list_body(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The JSON of one streamed call for several requests of :func:`generate_body`, none of them with other inputs."""
     return {
         **{name: [body[name] for body in bodies] for name in ("rid", "input_ids", "extra_key")},
-        "sampling_params": [
-            {**(asked := body["sampling_params"]), "stream_interval": _interval(asked)} for body in bodies
-        ],
+        "sampling_params": [_in_pieces(body["sampling_params"]) for body in bodies],
         "return_logprob": True,
         "stream": True,
     }
 
 
-def _interval(sampling: Mapping[str, Any]) -> int:
-    return _PIECE if sampling["max_new_tokens"] > 2 * _PIECE else _ONE_PIECE
+def _in_pieces(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    interval = _PIECE if sampling["max_new_tokens"] > 2 * _PIECE else _ONE_PIECE
+    return {**sampling, "stream_interval": interval}
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:

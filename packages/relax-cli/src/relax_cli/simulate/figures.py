@@ -33,7 +33,7 @@ def assumed_half(context: float) -> float:
     """``--engine-half`` of a run whose rollouts do not tell: that of a model of 4 B parameters on an H200.
 
     A step of decoding took it 4.2 ms, and for each request 0.008 ms and 45 ns a token of its context, whose keys and
-    values it reads (SGLang 0.5.17, 64 to 320 requests of up to 2048 tokens).
+    values it reads (SGLang 0.5.17, 64 to 256 requests of up to 2048 tokens).
 
     Args:
         context: mean tokens of prompt and response that a request has while it runs.

@@ -239,7 +239,7 @@ def proportional_bytes(process: psutil.Process) -> int:
 
 
 def test_the_example_learns_as_it_is_shipped(relax: Callable[..., Any], tmp_path: Path) -> None:
-    """A short form of it; the whole one takes some minutes."""
+    """A short form of it; the whole one takes a minute."""
     example = Path(__file__).resolve().parents[2] / "examples" / "arithmetic" / "async.toml"
     words = ["--num-rollout", "12", "--eval-interval", "6", "--tb-experiment-name", "run", "--weight-sync", "disk"]
     run = relax("train", "--fully-async", "--config", str(example), *words)
